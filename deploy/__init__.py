@@ -1,0 +1,1 @@
+"""Configuration, the composition root and the `phasegate` command."""

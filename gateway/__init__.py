@@ -1,0 +1,1 @@
+"""The HTTP surface: tenants in, token streams out."""

@@ -1,0 +1,1 @@
+"""Paged KV-cache transfer between the prefill and the decode phase."""

@@ -1,0 +1,18 @@
+"""What other packages may import from kv_transfer. Standard library and msgspec only."""
+
+from kv_transfer.api.errors import TransferCause, TransferError
+from kv_transfer.api.gauges import EngineGauges
+from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
+from kv_transfer.api.page import Layout, WireFormat
+
+__all__ = [
+    "EngineGauges",
+    "HandoffOutcome",
+    "HandoffReport",
+    "Layout",
+    "Role",
+    "Ticket",
+    "TransferCause",
+    "TransferError",
+    "WireFormat",
+]

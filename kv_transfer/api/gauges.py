@@ -1,0 +1,18 @@
+"""Numbers that an engine process answers at any time, also while it is idle."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineGauges:
+    """A snapshot of one engine. Cached pages that no request uses count as free."""
+
+    free_pages: int
+    total_pages: int
+    running: int
+    waiting: int
+    in_flight_transfers: int
+    control_addresses: tuple[str, ...]
+    """Where peers send offers, by worker rank."""
+    page_bytes: int
+    block_size: int

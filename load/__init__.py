@@ -1,0 +1,1 @@
+"""Benchmarks that treat the service as a black box."""

@@ -1,0 +1,56 @@
+"""The token bus frame: one per engine step and gateway, all requests of the step batched.
+
+Tokens are numbered. A receiver accepts an item only when `first_index` is what it has so far; a gap is
+refetched. Encoded as MessagePack arrays.
+"""
+
+from typing import Final
+
+import msgspec
+
+from workers.api.stats import FinishReason
+
+BUS_VERSION: Final = 1
+
+
+class Item(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    request_id: str
+    attempt: int
+    first_index: int
+    """Index of the first token of this item within the request's output."""
+    token_ids: tuple[int, ...]
+    finish: FinishReason | None = None
+    """Set on the last item only."""
+
+
+class Gauges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    free_pages: int
+    running: int
+    waiting: int
+
+
+class Frame(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """A frame without items is a heartbeat: at least one a second goes to every attached gateway."""
+
+    version: int
+    engine_id: str
+    items: tuple[Item, ...]
+    gauges: Gauges | None = None
+    """On heartbeats."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+def encode(frame: Frame) -> bytes:
+    return _encoder.encode(frame)
+
+
+def decode(data: bytes) -> Frame:
+    """The frame in `data`.
+
+    Raises:
+        msgspec.ValidationError, msgspec.DecodeError: not a frame.
+    """
+    return _decoder.decode(data)

@@ -1,0 +1,23 @@
+"""Expected failures. They travel as values: a remote exception's text is a traceback with addresses."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class FaultKind(StrEnum):
+    """Also the metric label `fault`."""
+
+    BUSY = "busy"
+    DRAINING = "draining"
+    DEADLINE = "deadline"
+    PEER_UNKNOWN = "peer_unknown"  # the named prefill engine is not in the registry
+    INVALID_REQUEST = "invalid_request"  # the engine refused what the gateway had let through
+    ENGINE_DEAD = "engine_dead"
+    INTERNAL = "internal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFault:
+    kind: FaultKind
+    detail: str = ""
+    """For operators' logs; never shown to a client."""

@@ -1,0 +1,76 @@
+"""What an engine answers: results of control calls, and the state of a replica."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kv_transfer.api import HandoffReport
+
+
+class Phase(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # an end-of-sequence or stop token
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillResult:
+    cached_tokens: int
+    """Prompt tokens found in this engine's prefix cache."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeResult:
+    output_tokens: int
+    """How many tokens were put on the bus: a stream is complete only when the receiver has as many."""
+    finish_reason: FinishReason
+    cached_tokens: int
+    """Prompt tokens found in this engine's own prefix cache."""
+    handoff: HandoffReport | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaInfo:
+    """Facts about a replica that do not change while it lives."""
+
+    replica_id: str
+    """Serve's unique id."""
+    engine_id: str
+    """128 random bits in hex per engine start: the engine's epoch."""
+    phase: Phase
+    format: str
+    """Cache format, e.g. `bf16`."""
+    pid: int
+    block_size: int
+    page_bytes: int
+    total_pages: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """One row of `phasegate status`. Gauges only."""
+
+    id: str
+    phase: Phase
+    format: str
+    pid: int
+    free_pages: int
+    total_pages: int
+    running: int
+    waiting: int
+    in_flight_transfers: int
+    bus_queue: int
+    """Items handed to the bus and not yet accepted by its sockets."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefetchResult:
+    """Tokens of a live or recently ended request, from the asked index on."""
+
+    first_index: int
+    token_ids: tuple[int, ...]
