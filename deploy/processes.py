@@ -1,4 +1,4 @@
-"""Processes that belong to one system: marked in their environment, bound to their parent, never left over."""
+"""Processes of one system: marked in their environment, bound to their parent, never left over."""
 
 import ctypes
 import os
@@ -34,7 +34,7 @@ def marked(marker: str) -> list[psutil.Process]:
 def end_marked(
     marker: str, *, spare: frozenset[int] = frozenset(), grace_s: float = TERM_GRACE_S
 ) -> list[int]:
-    """Terminates, then kills, what carries the marker; returns the pids. Spares none that appear meanwhile.
+    """Terminates, then kills, what carries the marker; returns their pids.
 
     A process that is stopped cannot obey SIGTERM: SIGKILL follows after `grace_s`.
     """
@@ -85,7 +85,7 @@ def bind_to_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """`python -m deploy.processes PARENT_PID PROGRAM ...`: binds itself to the parent, becomes the program."""
+    """`python -m deploy.processes PARENT_PID PROGRAM ...`: bound to the parent, becomes PROGRAM."""
     parent, *argv = sys.argv[1:]
     bind_to_parent(int(parent))
     os.execv(argv[0], argv)

@@ -194,7 +194,7 @@ class Runtime:
 
 def make_runtime(state: StateDir) -> Runtime:
     """A scratch folder and the control socket's place, written down before anything is started."""
-    scratch = tempfile.mkdtemp(prefix="phasegate-", dir="/tmp")  # noqa: S108 - short path, made 0700
+    scratch = tempfile.mkdtemp(prefix="phasegate-", dir="/tmp")  # a short path, made 0700
     socket = state.root / "control.sock"
     if len(os.fsencode(socket)) > SOCKET_PATH_LIMIT:
         socket = Path(scratch) / "control.sock"
