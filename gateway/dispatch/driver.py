@@ -1,0 +1,326 @@
+"""Executes the flow of one request: makes its calls, feeds it news, hands its tokens on."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from gateway.dispatch import flow
+from gateway.dispatch.bus_receiver import BusReceiver
+from gateway.dispatch.fleet import Fleet
+from gateway.dispatch.pools import EnginePool
+from gateway.dispatch.summary import RequestSummary, Summaries
+from gateway.errors import RETRY_AFTER_S, ApiError, EnginesUnavailable, StreamIncomplete, for_fault
+from gateway.routing.policy import choose
+from gateway.routing.snapshot import Ask
+from workers.api import (
+    DecodeRequest,
+    DecodeResult,
+    FaultKind,
+    FinishReason,
+    Item,
+    Phase,
+    PrefillRequest,
+    PrefillResult,
+    Sampling,
+    WorkerFault,
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SETTLE_S: Final = 0.25
+"""Seconds that bus frames may lag behind the control call before tokens are asked for again."""
+REFETCH_TIMEOUT_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A rendered request. Its fields are validated."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    cache_salt: str
+    sampling: Sampling
+    stop_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Services:
+    """What every call needs; one of each per gateway."""
+
+    pool: EnginePool
+    fleet: Fleet
+    bus: BusReceiver
+    gateway_id: str
+    block_size: int
+    request_timeout_s: float
+    summaries: Summaries
+    settle_s: float = SETTLE_S
+    now: Callable[[], float] = time.monotonic
+
+
+class Call:
+    """One request in the engines. Use as an async context manager: leaving it early cancels both calls.
+
+    Iterating `tokens` raises the `ApiError` that ended the request, and returns when the answer is complete.
+    """
+
+    def __init__(self, services: Services, job: Job) -> None:
+        self._s = services
+        self._job = job
+        self._transfer_id = secrets.token_hex(16)
+        self._events: asyncio.Queue[flow.Event] = asyncio.Queue()
+        self._tasks: dict[Phase, asyncio.Task[None]] = {}
+        self._refetch: asyncio.Task[None] | None = None
+        self._timers: list[asyncio.TimerHandle] = []
+        self._state = flow.State()
+        self._prefill_replica: str | None = None
+        self._decode_replica = ""
+        self._prefilled: PrefillResult | None = None
+        self._started = services.now()
+        self._first_at: float | None = None
+        self._status = "client_gone"
+        self.result: DecodeResult | None = None
+        """Decode's own account; None when a stop string ended the answer first."""
+        self.billed_tokens = 0
+        """Output tokens that count: up to the one that completed a stop string."""
+
+    async def __aenter__(self) -> Self:
+        """Choose replicas and make the calls.
+
+        Raises:
+            EnginesUnavailable: no replica can take the request. Nothing was called.
+        """
+        needs_prefill = len(self._job.token_ids) > 1  # decode computes the last prompt token itself
+        if needs_prefill:
+            self._prefill_replica = self._place(Phase.PREFILL)
+        self._decode_replica = self._place(Phase.DECODE)
+        loop = asyncio.get_running_loop()
+        self._timers.append(loop.call_later(self._s.request_timeout_s, self._tell, flow.DeadlinePassed()))
+        self._s.bus.subscribe(self._job.request_id, self._on_item)
+        if self._prefill_replica:
+            self._s.fleet.enter(
+                self._prefill_replica, self._job.request_id, lambda: self._tell(flow.PrefillFailed())
+            )
+        self._s.fleet.enter(self._decode_replica, self._job.request_id, self._on_decode_lost)
+        self._state, actions = flow.start(with_prefill=needs_prefill)
+        self._perform(actions)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._advance(flow.ClientGone())
+        for timer in self._timers:
+            timer.cancel()
+        if self._refetch is not None:
+            self._refetch.cancel()
+        self._s.bus.unsubscribe(self._job.request_id)
+        if self._prefill_replica:
+            self._s.fleet.leave(self._prefill_replica, self._job.request_id)
+        self._s.fleet.leave(self._decode_replica, self._job.request_id)
+        self._s.summaries.add(self._summary())
+        running = [task for task in (*self._tasks.values(), self._refetch) if task is not None]
+        if running:
+            # They were cancelled or have returned; waiting makes this call their owner to the end.
+            await asyncio.wait(running, timeout=1.0)
+
+    async def tokens(self) -> AsyncGenerator[tuple[int, ...]]:
+        """Accepted output tokens, in order."""
+        while True:
+            for action in self._advance(await self._events.get()):
+                match action:
+                    case flow.Emit():
+                        if self._first_at is None:
+                            self._first_at = self._s.now()
+                        self.billed_tokens += len(action.token_ids)
+                        yield action.token_ids
+                    case flow.Finish():
+                        self.result, self._status = action.result, "finished"
+                        return
+                    case flow.Fail():
+                        error = self._failure(action.fault)
+                        self._status = error.code
+                        raise error
+                    case flow.Abandon():
+                        return
+
+    def stop(self, unused_tokens: int) -> None:
+        """A stop string is complete: ends both calls. The last `unused_tokens` came after it, unbilled."""
+        self.billed_tokens -= unused_tokens
+        self._status = "finished"
+        self._advance(flow.StopFound())
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return FinishReason.STOP if self.result is None else self.result.finish_reason
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prefill's local hit if it ran, else decode's; decode computes the last prompt token anyway."""
+        if self._prefilled is not None:
+            hit = self._prefilled.cached_tokens
+        else:
+            hit = self.result.cached_tokens if self.result is not None else 0
+        return max(0, min(hit, len(self._job.token_ids) - 1))
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self._first_at is None else self._first_at - self._started
+
+    def _place(self, phase: Phase) -> str:
+        pages = -(-len(self._job.token_ids) // self._s.block_size)
+        ask = Ask(request_id=self._job.request_id, pages=pages)
+        replica_id = choose(ask, self._s.fleet.candidates(phase))
+        if replica_id is None:
+            log.warning("request.unplaced request_id=%s phase=%s", self._job.request_id, phase)
+            raise EnginesUnavailable(retry_after_s=RETRY_AFTER_S)
+        return replica_id
+
+    # News ---------------------------------------------------------------------------------------
+
+    def _tell(self, event: flow.Event) -> None:
+        self._events.put_nowait(event)
+
+    def _on_item(self, item: Item) -> None:
+        self._tell(flow.Arrived(item.attempt, item.first_index, item.token_ids))
+
+    def _on_decode_lost(self) -> None:
+        self._tell(flow.DecodeFailed(self._state.attempt, FaultKind.ENGINE_DEAD))
+
+    def _advance(self, event: flow.Event) -> tuple[flow.Action, ...]:
+        self._state, actions = flow.step(self._state, event)
+        self._perform(actions)
+        return actions
+
+    # Actions ------------------------------------------------------------------------------------
+
+    def _perform(self, actions: tuple[flow.Action, ...]) -> None:
+        for action in actions:
+            match action:
+                case flow.CallPrefill():
+                    self._spawn(Phase.PREFILL, self._run_prefill())
+                case flow.CallDecode():
+                    self._spawn(Phase.DECODE, self._run_decode(action))
+                case flow.CancelPrefill():
+                    self._tasks[Phase.PREFILL].cancel()
+                case flow.CancelDecode():
+                    self._tasks[Phase.DECODE].cancel()
+                case flow.AwaitSettling():
+                    loop = asyncio.get_running_loop()
+                    settled = flow.Settled(action.attempt)
+                    self._timers.append(loop.call_later(self._s.settle_s, self._tell, settled))
+                case flow.Refetch():
+                    log.info("request.refetch request_id=%s", self._job.request_id)
+                    self._refetch = asyncio.create_task(self._run_refetch(action))
+                case _:
+                    pass  # Emit, Finish, Fail and Abandon are for the reader of `tokens`
+
+    def _spawn(self, phase: Phase, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks[phase] = asyncio.create_task(work, name=f"{phase}-{self._job.request_id}")
+
+    def _left_s(self) -> float:
+        return max(0.001, self._s.request_timeout_s - (self._s.now() - self._started))
+
+    async def _run_prefill(self) -> None:
+        assert self._prefill_replica is not None
+        request = PrefillRequest(
+            request_id=self._job.request_id,
+            transfer_id=self._transfer_id,
+            decode_engine=self._s.fleet.info(self._decode_replica).engine_id,
+            token_ids=self._job.token_ids,
+            cache_salt=self._job.cache_salt,
+            deadline_s=self._left_s(),
+        )
+        answer = await _as_value(self._s.pool.prefill(self._prefill_replica, request))
+        if isinstance(answer, WorkerFault):
+            self._log_fault(Phase.PREFILL, answer)
+            self._tell(flow.PrefillFailed())
+        else:
+            self._prefilled = answer
+            self._tell(flow.PrefillReturned())
+
+    async def _run_decode(self, action: flow.CallDecode) -> None:
+        source = self._prefill_replica if action.with_transfer else None
+        request = DecodeRequest(
+            request_id=self._job.request_id,
+            attempt=action.attempt,
+            token_ids=self._job.token_ids,
+            cache_salt=self._job.cache_salt,
+            sampling=self._job.sampling,
+            stop_token_ids=self._job.stop_token_ids,
+            gateway_id=self._s.gateway_id,
+            bus_address=self._s.bus.address,
+            deadline_s=self._left_s(),
+            transfer_id=self._transfer_id if source else None,
+            prefill_engine=self._s.fleet.info(source).engine_id if source else None,
+        )
+        answer = await _as_value(self._s.pool.decode(self._decode_replica, request))
+        if isinstance(answer, WorkerFault):
+            self._log_fault(Phase.DECODE, answer)
+            self._tell(flow.DecodeFailed(action.attempt, answer.kind))
+        else:
+            self._tell(flow.DecodeReturned(action.attempt, answer))
+
+    async def _run_refetch(self, action: flow.Refetch) -> None:
+        event: flow.Event = flow.RefetchFailed(action.attempt)
+        try:
+            async with asyncio.timeout(REFETCH_TIMEOUT_S):
+                answer = await _as_value(
+                    self._s.pool.refetch(self._decode_replica, self._job.request_id, action.from_index)
+                )
+            if isinstance(answer, WorkerFault):
+                self._log_fault(Phase.DECODE, answer)
+            else:
+                event = flow.Refetched(action.attempt, answer.first_index, answer.token_ids)
+        except TimeoutError:
+            log.warning("request.refetch.late request_id=%s", self._job.request_id)
+        self._tell(event)
+
+    def _log_fault(self, phase: Phase, fault: WorkerFault) -> None:
+        log.warning(
+            "request.fault request_id=%s phase=%s fault=%s detail=%s",
+            *(self._job.request_id, phase, fault.kind, fault.detail),
+        )
+
+    def _failure(self, fault: flow.Fault) -> ApiError:
+        log.warning("request.failed request_id=%s fault=%s", self._job.request_id, fault)
+        return StreamIncomplete() if isinstance(fault, flow.StreamFault) else for_fault(fault)
+
+    def _summary(self) -> RequestSummary:
+        seconds = self._s.now() - self._started
+        rate = None
+        if self._first_at is not None and self.billed_tokens > 1:
+            streaming_s = seconds - (self._first_at - self._started)
+            rate = (self.billed_tokens - 1) / streaming_s if streaming_s > 0 else None
+        handoff = self.result.handoff if self.result is not None else None
+        return RequestSummary(
+            request_id=self._job.request_id,
+            status=self._status,
+            prompt_tokens=len(self._job.token_ids),
+            output_tokens=self.billed_tokens,
+            cached_tokens=self.cached_tokens,
+            attempts=self._state.attempt + 1,
+            prefill_replica=self._prefill_replica,
+            decode_replica=self._decode_replica,
+            handoff=handoff.outcome if handoff is not None else None,
+            pages=handoff.pages if handoff is not None else 0,
+            wire_bytes=handoff.wire_bytes if handoff is not None else 0,
+            ttft_s=self.ttft_s,
+            seconds=seconds,
+            tokens_per_s=rate,
+        )
+
+
+async def _as_value(work: Coroutine[Any, Any, T | WorkerFault]) -> T | WorkerFault:
+    """A pool answers with values; should it raise after all, the request still needs an end."""
+    try:
+        return await work
+    except Exception as error:
+        log.exception("engine.call.raised")
+        return WorkerFault(kind=FaultKind.INTERNAL, detail=type(error).__name__)

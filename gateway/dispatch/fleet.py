@@ -1,0 +1,156 @@
+"""The replicas this gateway may use: who is attached, what they last said, what it has in them.
+
+A shell around two sources of news: the pool's replica lists and the bus. It decides nothing about
+requests; it tells their owners when a replica is lost.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from gateway.dispatch.pools import EnginePool
+from gateway.routing.snapshot import Candidate
+from workers.api import Frame, Gauges, Phase, ReplicaInfo, WorkerFault
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.25
+ATTACH_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class Member:
+    info: ReplicaInfo
+    heard_at: float
+    gauges: Gauges | None = None
+    silent: bool = False
+    on_lost: dict[str, Callable[[], None]] = field(default_factory=dict)
+    """By request id: the requests this gateway has in the replica."""
+
+
+class Fleet:
+    """Attached replicas of both phases."""
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        *,
+        gateway_id: str,
+        silence_s: float,
+        now: Callable[[], float],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._pool = pool
+        self._gateway_id = gateway_id
+        self._silence_s = silence_s
+        self._now = now
+        self._sleep = sleep
+        self._members: dict[str, Member] = {}
+        self._by_engine: dict[str, Member] = {}
+        self._attaching: dict[str, asyncio.Task[None]] = {}
+
+    def ready(self) -> bool:
+        """At least one replica of each phase can be used."""
+        return all(self.candidates(phase) for phase in Phase)
+
+    def candidates(self, phase: Phase) -> tuple[Candidate, ...]:
+        return tuple(
+            Candidate(
+                replica_id=replica_id,
+                total_pages=member.info.total_pages,
+                free_pages=member.gauges.free_pages if member.gauges else member.info.total_pages,
+                load=max(
+                    member.gauges.running + member.gauges.waiting if member.gauges else 0, len(member.on_lost)
+                ),
+            )
+            for replica_id, member in self._members.items()
+            if member.info.phase is phase and not member.silent
+        )
+
+    def info(self, replica_id: str) -> ReplicaInfo:
+        return self._members[replica_id].info
+
+    def enter(self, replica_id: str, request_id: str, on_lost: Callable[[], None]) -> None:
+        """The request is now in the replica; `on_lost` is called once if the replica is lost meanwhile."""
+        self._members[replica_id].on_lost[request_id] = on_lost
+
+    def leave(self, replica_id: str, request_id: str) -> None:
+        if member := self._members.get(replica_id):
+            member.on_lost.pop(request_id, None)
+
+    @property
+    def in_flight(self) -> int:
+        """Places that requests hold in replicas: 0 when nothing runs."""
+        return sum(len(member.on_lost) for member in self._members.values())
+
+    def heard(self, frame: Frame) -> None:
+        """A frame came: its engine lives."""
+        if (member := self._by_engine.get(frame.engine_id)) is None:
+            return
+        member.heard_at = self._now()
+        if frame.gauges is not None:
+            member.gauges = frame.gauges
+        if member.silent:
+            member.silent = False
+            log.info("engine.speaks_again engine=%s", frame.engine_id)
+
+    async def watch(self, bus_address: str) -> None:
+        """Attach to replicas that appear, drop those that go or fall silent. Runs until cancelled."""
+        before = self._now()
+        try:
+            while True:
+                self.refresh(bus_address)
+                self._find_silent(late_s=self._now() - before - TICK_S)
+                before = self._now()
+                await self._sleep(TICK_S)
+        finally:
+            for task in self._attaching.values():
+                task.cancel()
+
+    def refresh(self, bus_address: str) -> None:
+        """Compare the pool's lists with the members."""
+        seen: set[str] = set()
+        for phase in Phase:
+            for replica_id in self._pool.replicas(phase):
+                seen.add(replica_id)
+                if replica_id not in self._members and replica_id not in self._attaching:
+                    task = asyncio.create_task(self._attach(phase, replica_id, bus_address))
+                    self._attaching[replica_id] = task
+        for replica_id in self._members.keys() - seen:
+            member = self._members.pop(replica_id)
+            self._by_engine.pop(member.info.engine_id, None)
+            self._lose(replica_id, member, "removed")
+
+    async def _attach(self, phase: Phase, replica_id: str, bus_address: str) -> None:
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ATTACH_TIMEOUT_S):
+                    info = await self._pool.attach(phase, replica_id, self._gateway_id, bus_address)
+                if isinstance(info, WorkerFault):
+                    log.info("engine.attach.failed replica=%s fault=%s", replica_id, info.kind)
+                    await self._sleep(TICK_S)
+                    return
+                member = Member(info=info, heard_at=self._now())
+                self._members[replica_id] = self._by_engine[info.engine_id] = member
+                log.info("engine.attached replica=%s phase=%s", replica_id, info.phase)
+        finally:
+            self._attaching.pop(replica_id, None)
+
+    def _find_silent(self, *, late_s: float) -> None:
+        if late_s > 1.0:
+            # This process was held up itself: frames wait in the socket, and nobody is to be called dead.
+            for member in self._members.values():
+                member.heard_at = max(member.heard_at, self._now() - self._silence_s / 2)
+            return
+        for replica_id, member in self._members.items():
+            if not member.silent and self._now() - member.heard_at > self._silence_s:
+                member.silent = True
+                self._lose(replica_id, member, "silent")
+
+    def _lose(self, replica_id: str, member: Member, why: str) -> None:
+        log.warning("engine.lost replica=%s why=%s requests=%d", replica_id, why, len(member.on_lost))
+        lost, member.on_lost = member.on_lost, {}
+        for tell in lost.values():
+            tell()

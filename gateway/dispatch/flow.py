@@ -1,0 +1,331 @@
+"""Life of one request between its two engines. Pure: events in, actions out.
+
+Facts that shape it:
+  - prefill and decode are called together; decode alone decides what the client gets;
+  - the count in decode's result and the tokens from the bus travel apart and arrive in either order;
+  - a token is accepted only at the index that is due, so a lost frame shows as a gap, never as a hole;
+  - nothing from an earlier attempt counts, however late it comes;
+  - after the end every event is old news.
+"""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Final
+
+from workers.api import DecodeResult, FaultKind
+
+MAX_REFETCHES: Final = 2
+"""In a row without a new token. After that the answer ends in an error, not in a guess."""
+
+
+class StreamFault(StrEnum):
+    """Failures that only the receiver can see. Also metric labels, beside `FaultKind`."""
+
+    INCOMPLETE = "incomplete"
+
+
+Fault = FaultKind | StreamFault
+
+
+# Events -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Tokens from the bus or from a refetch; `first_index` is the first one's place in the output."""
+
+    attempt: int
+    first_index: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeReturned:
+    attempt: int
+    result: DecodeResult
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeFailed:
+    attempt: int
+    fault: FaultKind
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillReturned:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillFailed:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The time that bus frames may lag behind the control call is over."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refetched:
+    attempt: int
+    first_index: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RefetchFailed:
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopFound:
+    """A stop string is complete: the answer ends here, whatever decode still makes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    pass
+
+
+Event = (
+    Arrived
+    | DecodeReturned
+    | DecodeFailed
+    | PrefillReturned
+    | PrefillFailed
+    | Settled
+    | Refetched
+    | RefetchFailed
+    | StopFound
+    | ClientGone
+    | DeadlinePassed
+)
+
+
+# Actions ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CallPrefill:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CallDecode:
+    attempt: int
+    with_transfer: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPrefill:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class CancelDecode:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitSettling:
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refetch:
+    attempt: int
+    from_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The answer is complete. `result` is None when a stop string ended it before decode did."""
+
+    result: DecodeResult | None
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    fault: Fault
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """The client left: nothing more to say to anyone."""
+
+
+Action = (
+    CallPrefill
+    | CallDecode
+    | CancelPrefill
+    | CancelDecode
+    | Emit
+    | AwaitSettling
+    | Refetch
+    | Finish
+    | Fail
+    | Abandon
+)
+
+
+# State --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    attempt: int = 0
+    received: int = 0
+    """Tokens accepted; the index that is due."""
+    prefill_running: bool = False
+    decode_running: bool = True
+    result: DecodeResult | None = None
+    early: tuple[Arrived, ...] = ()
+    """Items beyond a gap, kept until the refetch has filled it."""
+    refetching: bool = False
+    refetches: int = 0
+    """Since the last accepted token."""
+    ended: bool = False
+
+
+Step = tuple[State, tuple[Action, ...]]
+
+
+def start(*, with_prefill: bool) -> Step:
+    """The first state, and the calls to make. Both are made at once."""
+    calls: tuple[Action, ...] = (CallDecode(0, with_prefill),)
+    if with_prefill:
+        calls = (*calls, CallPrefill())
+    return State(prefill_running=with_prefill), calls
+
+
+def step(state: State, event: Event) -> Step:
+    """Next state, and what must be done now, in order."""
+    if state.ended:
+        return state, ()
+    match event:
+        case Arrived() | Refetched() | DecodeReturned() | DecodeFailed() | Settled() | RefetchFailed():
+            return _from_decode(state, event) if event.attempt == state.attempt else (state, ())
+        case PrefillReturned():
+            return replace(state, prefill_running=False), ()
+        case PrefillFailed():
+            return _restart_alone(replace(state, prefill_running=False))
+        case StopFound():
+            return _end(state, Finish(state.result))
+        case ClientGone():
+            return _end(state, Abandon())
+        case DeadlinePassed():
+            return _end(state, Fail(FaultKind.DEADLINE))
+
+
+def _from_decode(
+    state: State, event: Arrived | Refetched | DecodeReturned | DecodeFailed | Settled | RefetchFailed
+) -> Step:
+    match event:
+        case Arrived():
+            return _arrived(state, event)
+        case Refetched():
+            return _refetched(replace(state, refetching=False), event)
+        case RefetchFailed():
+            return _recover(replace(state, refetching=False))
+        case DecodeReturned():
+            state = replace(state, result=event.result, decode_running=False)
+            ended, actions = _settle(state)
+            return (ended, actions) if ended.ended else (state, (AwaitSettling(state.attempt),))
+        case DecodeFailed():
+            state = replace(state, decode_running=False)
+            if event.fault is FaultKind.PEER_UNKNOWN and state.received == 0 and state.attempt == 0:
+                # Decode cannot find the prefill engine: it can still compute the prompt itself.
+                return _restart_alone(state)
+            return _end(state, Fail(event.fault))
+        case Settled():
+            return _recover(state)
+
+
+def _arrived(state: State, item: Arrived) -> Step:
+    if item.first_index < state.received:
+        return state, ()
+    if item.first_index > state.received:
+        state = replace(state, early=(*state.early, item))
+        return (state, ()) if state.refetching else _recover(state)
+    return _accept(state, item.token_ids)
+
+
+def _refetched(state: State, answer: Refetched) -> Step:
+    known = state.received - answer.first_index
+    if known < 0 or len(answer.token_ids) <= known:
+        # It knows no more than we do; the next try, if one is left, comes after the bus had time to speak.
+        return (state, ()) if state.result is None and not state.early else _recover(state)
+    return _accept(state, answer.token_ids[known:])
+
+
+def _accept(state: State, token_ids: tuple[int, ...]) -> Step:
+    """Take tokens at the index that is due, and whatever of `early` then fits."""
+    first, fresh = state.received == 0, token_ids
+    due = state.received + len(token_ids)
+    later: list[Arrived] = []
+    for item in sorted(state.early, key=lambda early: early.first_index):
+        if item.first_index == due:
+            fresh, due = (*fresh, *item.token_ids), due + len(item.token_ids)
+        elif item.first_index > due:
+            later.append(item)
+    state = replace(state, received=due, early=tuple(later), refetches=0)
+    actions: tuple[Action, ...] = (Emit(fresh),) if fresh else ()
+    if first and fresh and state.prefill_running:
+        # Decode has begun, so it needs nothing more from prefill.
+        state, actions = replace(state, prefill_running=False), (CancelPrefill(), *actions)
+    state, more = _settle(state)
+    if not more and state.early and not state.refetching and not state.ended:
+        state, more = _recover(state)
+    return state, (*actions, *more)
+
+
+def _settle(state: State) -> Step:
+    """End the answer if decode has returned and its count agrees with ours."""
+    if state.result is None or state.received < state.result.output_tokens:
+        return state, ()
+    if state.received > state.result.output_tokens:
+        return _end(state, Fail(StreamFault.INCOMPLETE))
+    return _end(state, Finish(state.result))
+
+
+def _recover(state: State) -> Step:
+    """Ask once more for what is missing, or give up."""
+    if state.refetching:
+        return state, ()
+    if state.refetches >= MAX_REFETCHES:
+        return _end(state, Fail(StreamFault.INCOMPLETE))
+    state = replace(state, refetching=True, refetches=state.refetches + 1)
+    return state, (Refetch(state.attempt, state.received),)
+
+
+def _restart_alone(state: State) -> Step:
+    """Let decode compute the prompt itself, if nothing was sent to the client yet."""
+    if state.received or state.result is not None or state.attempt:
+        return state, ()
+    actions: tuple[Action, ...] = (CancelPrefill(),) if state.prefill_running else ()
+    if state.decode_running:
+        actions = (*actions, CancelDecode())
+    restarted = State(attempt=state.attempt + 1)
+    return restarted, (*actions, CallDecode(restarted.attempt, with_transfer=False))
+
+
+def _end(state: State, last: Finish | Fail | Abandon) -> Step:
+    """Stop whatever still runs, then say how it ended."""
+    actions: tuple[Action, ...] = (CancelPrefill(),) if state.prefill_running else ()
+    if state.decode_running:
+        actions = (*actions, CancelDecode())
+    ended = replace(state, prefill_running=False, decode_running=False, early=(), ended=True)
+    return ended, (*actions, last)

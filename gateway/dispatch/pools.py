@@ -1,0 +1,140 @@
+"""How the gateway reaches engines: a protocol, and its form over Ray Serve handles."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from typing import Any, Protocol, TypeVar
+
+from gateway.routing import replica_table
+from workers.api import (
+    DecodeRequest,
+    DecodeResult,
+    FaultKind,
+    Phase,
+    PrefillRequest,
+    PrefillResult,
+    RefetchResult,
+    ReplicaInfo,
+    ReplicaStatus,
+    WorkerFault,
+)
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EnginePool(Protocol):
+    """Every call names its replica and ends in a value: a result, or the fault that took its place.
+
+    Cancelling a call cancels it in the engine, at once.
+    """
+
+    def replicas(self, phase: Phase) -> tuple[str, ...]:
+        """Ids of the replicas that exist now."""
+
+    async def prefill(self, replica_id: str, request: PrefillRequest) -> PrefillResult | WorkerFault: ...
+
+    async def decode(self, replica_id: str, request: DecodeRequest) -> DecodeResult | WorkerFault: ...
+
+    async def refetch(
+        self, replica_id: str, request_id: str, from_index: int
+    ) -> RefetchResult | WorkerFault: ...
+
+    async def attach(
+        self, phase: Phase, replica_id: str, gateway_id: str, bus_address: str
+    ) -> ReplicaInfo | WorkerFault:
+        """Afterwards the replica sends frames to `bus_address`, a heartbeat each second at least."""
+
+    async def status(self, phase: Phase, replica_id: str) -> ReplicaStatus | WorkerFault: ...
+
+
+class ServePool:
+    """Two Serve deployments behind `PinnedRouter`."""
+
+    def __init__(self, prefill: Any, decode: Any) -> None:
+        """Takes the two `DeploymentHandle`s. Making the options starts the routers, and with them the
+        replica lists: without it the lists would stay empty until a first call, which needs them."""
+        self._handles = {Phase.PREFILL: prefill, Phase.DECODE: decode}
+        self._methods = {
+            (phase, method): handle.options(method_name=method)
+            for phase, handle in self._handles.items()
+            for method in (phase.value, "refetch", "attach", "status")
+            if not (phase is Phase.PREFILL and method == "refetch")
+        }
+
+    def replicas(self, phase: Phase) -> tuple[str, ...]:
+        handle = self._handles[phase]
+        return replica_table.replicas(handle.app_name, handle.deployment_name)
+
+    async def prefill(self, replica_id: str, request: PrefillRequest) -> PrefillResult | WorkerFault:
+        answer: PrefillResult | WorkerFault = await self._call(Phase.PREFILL, "prefill", replica_id, request)
+        return answer
+
+    async def decode(self, replica_id: str, request: DecodeRequest) -> DecodeResult | WorkerFault:
+        answer: DecodeResult | WorkerFault = await self._call(Phase.DECODE, "decode", replica_id, request)
+        return answer
+
+    async def refetch(self, replica_id: str, request_id: str, from_index: int) -> RefetchResult | WorkerFault:
+        answer: RefetchResult | WorkerFault = await self._call(
+            Phase.DECODE, "refetch", replica_id, request_id, from_index
+        )
+        return answer
+
+    async def attach(
+        self, phase: Phase, replica_id: str, gateway_id: str, bus_address: str
+    ) -> ReplicaInfo | WorkerFault:
+        answer: ReplicaInfo | WorkerFault = await self._call(
+            phase, "attach", replica_id, gateway_id, bus_address
+        )
+        return answer
+
+    async def status(self, phase: Phase, replica_id: str) -> ReplicaStatus | WorkerFault:
+        answer: ReplicaStatus | WorkerFault = await self._call(phase, "status", replica_id)
+        return answer
+
+    async def _call(self, phase: Phase, method: str, replica_id: str, *args: object) -> Any:
+        return await settled(self._methods[phase, method].remote(*args, to=replica_id), method)
+
+
+class Response(Protocol[T]):  # type: ignore[misc]
+    """The part of a Serve `DeploymentResponse` that is used here."""
+
+    def __await__(self) -> Any: ...
+
+    def cancel(self) -> Any: ...
+
+
+async def settled(response: Response[T], method: str) -> T | WorkerFault:
+    """The response's value; what it raises becomes a fault. Being cancelled cancels the remote call.
+
+    A remote exception's text is a traceback with addresses: it goes to the log, never further.
+    """
+    try:
+        return await _as_awaitable(response)
+    except asyncio.CancelledError:
+        response.cancel()
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        # Not we were cancelled: the other side was, which happens when its replica shuts down.
+        return WorkerFault(kind=FaultKind.ENGINE_DEAD, detail=f"{method}: cancelled by the replica")
+    except Exception as error:
+        cause = getattr(error, "cause", None) or error
+        log.warning("engine.call.failed method=%s error=%s", method, type(cause).__name__, exc_info=error)
+        return WorkerFault(kind=classify(error, cause), detail=f"{method}: {type(cause).__name__}")
+
+
+async def _as_awaitable(response: Awaitable[T]) -> T:
+    return await response
+
+
+def classify(error: BaseException, cause: BaseException) -> FaultKind:
+    """What a remote call's exception means for the request."""
+    from ray.exceptions import RayActorError
+    from ray.serve.exceptions import BackPressureError
+
+    if isinstance(error, BackPressureError) or isinstance(cause, BackPressureError):
+        return FaultKind.BUSY
+    if isinstance(error, RayActorError | LookupError) or isinstance(cause, RayActorError):
+        return FaultKind.ENGINE_DEAD
+    return FaultKind.INTERNAL

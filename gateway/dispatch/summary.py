@@ -1,0 +1,44 @@
+"""What is remembered of finished requests: figures and places, no text."""
+
+from collections import OrderedDict
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+KEPT: Final = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSummary:
+    request_id: str
+    status: str
+    """`finished`, `client_gone`, or the word of the error that ended it."""
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    attempts: int
+    prefill_replica: str | None
+    decode_replica: str | None
+    handoff: str | None
+    """Outcome of the transfer; None when there was none."""
+    pages: int
+    wire_bytes: int
+    ttft_s: float | None
+    seconds: float
+    tokens_per_s: float | None
+    """Of the tokens after the first one."""
+
+
+class Summaries:
+    """The last `KEPT` finished requests."""
+
+    def __init__(self) -> None:
+        self._by_id: OrderedDict[str, RequestSummary] = OrderedDict()
+
+    def add(self, summary: RequestSummary) -> None:
+        self._by_id[summary.request_id] = summary
+        if len(self._by_id) > KEPT:
+            self._by_id.popitem(last=False)
+
+    def get(self, request_id: str) -> dict[str, Any] | None:
+        summary = self._by_id.get(request_id)
+        return None if summary is None else asdict(summary)

@@ -1,0 +1,120 @@
+"""One gateway replica: everything it needs, built inside it. Wrapped as a Serve deployment elsewhere."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from typing import Any
+
+from starlette.types import Receive, Scope, Send
+
+from gateway.app import create_app
+from gateway.config import GatewayConfig, GatewaySecrets
+from gateway.dispatch import driver
+from gateway.dispatch.bus_receiver import BusReceiver
+from gateway.dispatch.fleet import Fleet
+from gateway.dispatch.pools import EnginePool, ServePool
+from gateway.dispatch.summary import Summaries
+from gateway.prompt.render import Renderer, VllmRenderer
+from gateway.services import Capacity, ServedModel, Services
+from gateway.tenants.store import TenantStore, wall_clock
+
+
+class Gateway:
+    """A gateway over any pool, renderer and store. `start` before the first request, `close` at the end."""
+
+    def __init__(
+        self, config: GatewayConfig, *, pool: EnginePool, renderer: Renderer, store: TenantStore
+    ) -> None:
+        self.id = secrets.token_hex(16)
+        self._store = store
+        self._summaries = Summaries()
+        self._fleet = Fleet(pool, gateway_id=self.id, silence_s=config.silence_s, now=time.monotonic)
+        self._bus = BusReceiver(config.host, self._fleet.heard)
+        self._capacity = Capacity(config.max_in_flight)
+        self._watch: asyncio.Task[None] | None = None
+        engines = driver.Services(
+            pool=pool,
+            fleet=self._fleet,
+            bus=self._bus,
+            gateway_id=self.id,
+            block_size=config.model.block_size,
+            request_timeout_s=config.request_timeout_s,
+            summaries=self._summaries,
+        )
+        self.app = create_app(
+            Services(
+                config=config,
+                keys=store,
+                models=(ServedModel(facts=config.model, renderer=renderer, engines=engines),),
+                capacity=self._capacity,
+                wall_clock=wall_clock,
+            )
+        )
+
+    async def start(self) -> None:
+        """Bind the bus and begin to attach replicas. Needs the event loop that will serve requests."""
+        self._bus.start()
+        self._watch = asyncio.create_task(self._fleet.watch(self._bus.address), name="fleet-watch")
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        await self._bus.close()
+        await self._store.close()
+
+    def check(self) -> None:
+        """Raises when a background task has died: without it no request can be answered."""
+        if self._watch is not None and self._watch.done():
+            raise RuntimeError("the replica watch has ended")
+
+    def status(self) -> dict[str, Any]:
+        return {"id": self.id, "pid": os.getpid(), "in_flight": self._capacity.in_flight}
+
+    def request_summary(self, request_id: str) -> dict[str, Any] | None:
+        return self._summaries.get(request_id)
+
+
+class GatewayReplica:
+    """The gateway inside a Serve replica. `prefill` and `decode` are deployment handles."""
+
+    def __init__(self, config: GatewayConfig, secrets: GatewaySecrets, prefill: Any, decode: Any) -> None:
+        """Takes seconds: imports vLLM for its renderer."""
+        self._gateway = Gateway(
+            config,
+            pool=ServePool(prefill, decode),
+            renderer=VllmRenderer(config.model.model_dir, config.model.context_length),
+            store=TenantStore.open(secrets.state_url, secrets.pepper),
+        )
+        self._starting: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Idempotent. Called by the first of: a request, a health check, a status call."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._gateway.start())
+        await asyncio.shield(self._starting)
+
+    async def asgi(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The ASGI application of this replica."""
+        if scope["type"] == "http":
+            await self.start()
+            await self._gateway.app(scope, receive, send)
+
+    async def check_health(self) -> None:
+        await self.start()
+        self._gateway.check()
+
+    async def status(self) -> dict[str, Any]:
+        """`{"id", "pid", "in_flight"}`."""
+        await self.start()
+        return self._gateway.status()
+
+    async def request_summary(self, request_id: str) -> dict[str, Any] | None:
+        """Figures of one of the last 1,024 finished requests: see `RequestSummary`. No text."""
+        return self._gateway.request_summary(request_id)
+
+    async def close(self) -> None:
+        await self._gateway.close()

@@ -1,0 +1,43 @@
+"""The request's id: minted here, used by engines and logs, returned on every answer.
+
+A client's `x-request-id` is returned as its label and used for nothing else: it is unique to nobody.
+"""
+
+import re
+import secrets
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_LABEL: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+def request_id_of(scope: Scope) -> str:
+    """The minted id: 128 random bits in hex."""
+    request_id: str = scope["state"]["request_id"]
+    return request_id
+
+
+class RequestId:
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        request_id = secrets.token_hex(16)
+        # A fresh dictionary: a server may share one between the requests of a connection.
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id}
+        given = Headers(scope=scope).get("x-request-id", "")
+        label = given if _LABEL.fullmatch(given) else request_id
+
+        async def labelled(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = label
+                headers["cf-ai-req-id"] = label
+            await send(message)
+
+        await self.app(scope, receive, labelled)

@@ -1,0 +1,48 @@
+"""Reading a request body as one JSON object."""
+
+import json
+from typing import Any, NoReturn
+
+from starlette.requests import Request
+
+from gateway.errors import InvalidRequest, MissingBody
+from gateway.prompt.schema import bad_input
+
+
+async def read_object(request: Request) -> dict[str, Any]:
+    """The body's object.
+
+    Raises:
+        MissingBody: there is none.
+        InvalidRequest: it is not UTF-8, not JSON, nested beyond reason, names a key twice, or is no object.
+    """
+    return parse_object(await request.body())
+
+
+def parse_object(raw: bytes) -> dict[str, Any]:
+    if not raw.strip():
+        raise MissingBody
+    try:
+        value = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except UnicodeDecodeError:
+        raise bad_input("the body is not valid UTF-8", None) from None
+    except RecursionError:
+        raise bad_input("the body is nested too deeply", None) from None
+    except ValueError as bad:
+        where = f" at character {bad.pos}" if isinstance(bad, json.JSONDecodeError) else ""
+        raise bad_input(f"the body is not valid JSON{where}", None) from None
+    if not isinstance(value, dict):
+        raise bad_input("'/' must be an object", None)
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Two values for one key: whichever were taken, somebody who checked the other was deceived."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise InvalidRequest("AiError: Bad input: Error: an object in the body names a key twice")
+    return found
+
+
+def _refuse_constant(_: str) -> NoReturn:
+    raise ValueError("NaN and Infinity are not JSON")

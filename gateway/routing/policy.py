@@ -1,0 +1,23 @@
+"""Which replica takes a request: the least loaded one that fits. Pure."""
+
+from collections.abc import Sequence
+from zlib import crc32
+
+from gateway.routing.snapshot import Ask, Candidate
+
+
+def choose(ask: Ask, candidates: Sequence[Candidate]) -> str | None:
+    """Id of the best candidate; None when the request fits into none of them.
+
+    A candidate that has room now goes before one in which the request would wait for pages. Equal loads
+    are broken by a hash of request and replica: gateways that share no state still spread many requests.
+    """
+
+    def rank(candidate: Candidate) -> tuple[bool, int, int, str]:
+        waits = candidate.free_pages < ask.pages
+        spread = crc32(f"{ask.request_id}/{candidate.replica_id}".encode())
+        return waits, candidate.load, spread, candidate.replica_id
+
+    able = (candidate for candidate in candidates if candidate.total_pages >= ask.pages)
+    best = min(able, key=rank, default=None)
+    return None if best is None else best.replica_id
