@@ -1,0 +1,79 @@
+"""The part of an inference engine that pools use."""
+
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from kv_transfer.api import EngineGauges, HandoffReport, Ticket
+from workers.api import DecodeRequest, FaultKind, FinishReason, PrefillRequest
+
+
+class EngineFault(Exception):
+    """The engine did not do what it was asked; `kind` says why, `detail` is for operators."""
+
+    def __init__(self, kind: FaultKind, detail: str) -> None:
+        super().__init__(kind, detail)
+        self.kind = kind
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.detail}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What is known of a request when its last token is out."""
+
+    reason: FinishReason
+    cached_tokens: int
+    """Prompt tokens found in this engine's own prefix cache."""
+    handoff: HandoffReport | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """What one engine step brought for one request."""
+
+    token_ids: tuple[int, ...]
+    ending: Ending | None = None
+    """Set on the last delta only."""
+
+
+class Engine(Protocol):
+    """One engine. Every method but `start` and `close` needs a started engine."""
+
+    async def start(self) -> None:
+        """Return when the engine takes requests.
+
+        Raises:
+            EngineFault: it did not come up.
+        """
+
+    async def prefill(self, request: PrefillRequest, ticket: Ticket) -> int:
+        """Compute the prompt's pages; return how many prompt tokens the prefix cache had.
+
+        Cancelling aborts the request in the engine.
+
+        Raises:
+            EngineFault
+        """
+
+    def decode(self, request: DecodeRequest, ticket: Ticket | None) -> AsyncGenerator[Delta, None]:
+        """The answer, step by step; the last delta has an ending. Closing it early aborts.
+
+        Raises:
+            EngineFault: while it runs.
+        """
+
+    async def gauges(self) -> EngineGauges:
+        """A snapshot, also from an idle engine.
+
+        Raises:
+            EngineFault: the engine is dead, or silent for longer than it may be.
+        """
+
+    @property
+    def dead(self) -> bool: ...
+
+    async def close(self) -> None:
+        """End the engine and its processes. May be called twice."""

@@ -1,0 +1,184 @@
+"""vLLM's `AsyncLLM` behind our engine protocol. The engine core runs as a child process."""
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any, Final
+
+from kv_transfer.api import EngineGauges, HandoffOutcome, HandoffReport, Ticket
+from workers.api import DecodeRequest, FaultKind, FinishReason, Phase, PrefillRequest, Sampling
+from workers.engine.base import Delta, Ending, EngineFault
+from workers.engine.gauges import GaugeClient
+from workers.profile.schema import ModelProfile
+from workers.profile.vllm_args import Device, async_engine_args, engine_args, engine_environment
+
+_FINISH: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
+_BACKEND: Final = {"cpu": "gloo", "cuda": "nccl"}
+
+log = logging.getLogger(__name__)
+
+
+class VllmEngine:
+    """One engine of one phase. Sockets of the engine lie in a folder of its own, removed at close."""
+
+    def __init__(
+        self,
+        profile: ModelProfile,
+        phase: Phase,
+        *,
+        model_dir: str,
+        engine_id: str,
+        host: str,
+        device: Device,
+    ) -> None:
+        self._profile = profile
+        self._environment = engine_environment(profile, phase, device, host)
+        # The system's own temporary folder: a path of an ipc socket holds at most 107 bytes.
+        self._folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))
+        endpoint = f"ipc://{self._folder}/gauges"
+        connector = {
+            "engine_id": engine_id,
+            "bind_host": host,
+            "backend": _BACKEND[device],
+            "gauges_endpoint": endpoint,
+        }
+        self._arguments = engine_args(profile, phase, model_dir, engine_id, connector, device=device)
+        self._gauges = GaugeClient(endpoint)
+        self._llm: Any = None
+        self._vocabulary = 0
+
+    async def start(self) -> None:
+        os.environ.update(self._environment)
+        try:
+            self._llm = await asyncio.to_thread(_load, self._arguments)
+            self._vocabulary = int(self._llm.model_config.get_vocab_size())
+            await self._gauges.ask()
+        except EngineFault:
+            await self.close()
+            raise
+        except Exception as bad:
+            await self.close()
+            raise EngineFault(FaultKind.ENGINE_DEAD, f"the engine did not start: {bad}") from bad
+
+    async def prefill(self, request: PrefillRequest, ticket: Ticket) -> int:
+        from vllm import SamplingParams
+
+        # Sampling is decode's business: this token is discarded.
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=_extra(ticket))
+        cached = 0
+        outputs = self._run(request.request_id, request.token_ids, request.cache_salt, params)
+        async with aclosing(outputs):
+            async for output in outputs:
+                cached = output.num_cached_tokens or 0
+        return cached
+
+    async def decode(self, request: DecodeRequest, ticket: Ticket | None) -> AsyncGenerator[Delta, None]:
+        params = _sampling(request.sampling, request.stop_token_ids, ticket)
+        engine_id = f"{request.request_id}.{request.attempt}"
+        outputs = self._run(engine_id, request.token_ids, request.cache_salt, params)
+        async with aclosing(outputs):
+            async for output in outputs:
+                part = output.outputs[0]
+                ending = self._ending(output, part.finish_reason) if output.finished else None
+                yield Delta(token_ids=tuple(part.token_ids), ending=ending)
+
+    async def _run(
+        self, request_id: str, token_ids: tuple[int, ...], cache_salt: str, params: Any
+    ) -> AsyncGenerator[Any, None]:
+        """vLLM's outputs; its exceptions and failed finishes as engine faults."""
+        from vllm.exceptions import VLLMValidationError
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        # An id outside the vocabulary is an index error inside the model, which kills the engine.
+        if not token_ids or min(token_ids) < 0 or max(token_ids) >= self._vocabulary:
+            raise EngineFault(FaultKind.INVALID_REQUEST, "token_ids: empty, or outside the vocabulary")
+        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": cache_salt}
+        try:
+            async with aclosing(self._llm.generate(prompt, params, request_id)) as outputs:
+                async for output in outputs:
+                    _raise_if_failed(output)
+                    yield output
+        except EngineDeadError as dead:
+            raise EngineFault(FaultKind.ENGINE_DEAD, str(dead)) from dead
+        except (VLLMValidationError, ValueError) as bad:
+            raise EngineFault(FaultKind.INVALID_REQUEST, str(bad)) from bad
+
+    def _ending(self, output: Any, finish: str) -> Ending:
+        handoff = HandoffReport.from_params(output.kv_transfer_params)
+        return Ending(
+            reason=_FINISH[finish],
+            cached_tokens=local_hit(output.num_cached_tokens or 0, handoff, self._profile.block_size),
+            handoff=handoff,
+        )
+
+    async def gauges(self) -> EngineGauges:
+        if self.dead:
+            raise EngineFault(FaultKind.ENGINE_DEAD, "the engine process has ended")
+        return await self._gauges.ask()
+
+    @property
+    def dead(self) -> bool:
+        return self._llm is not None and bool(self._llm.errored)
+
+    async def close(self) -> None:
+        self._gauges.close()
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _load(arguments: dict[str, Any]) -> Any:
+    """Blocks for as long as the weights take to load."""
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(async_engine_args(arguments))
+
+
+def _extra(ticket: Ticket | None) -> dict[str, Any] | None:
+    return None if ticket is None else {"kv_transfer_params": ticket.to_params()}
+
+
+def _sampling(sampling: Sampling, stop_token_ids: tuple[int, ...], ticket: Ticket | None) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        stop_token_ids=list(stop_token_ids),
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=_extra(ticket),
+    )
+
+
+def _raise_if_failed(output: Any) -> None:
+    reason = output.outputs[0].finish_reason
+    if reason is not None and reason not in _FINISH:
+        raise EngineFault(FaultKind.INTERNAL, f"the engine ended the request: {reason}")
+
+
+def local_hit(cached_tokens: int, handoff: HandoffReport | None, block_size: int) -> int:
+    """Prompt tokens of `cached_tokens` that lay in the engine's own cache.
+
+    The engine counts pages that the transfer brought as cached too. Own hits are whole pages; the last page
+    that came may be partly used.
+    """
+    if handoff is None or handoff.outcome is HandoffOutcome.NOTHING_MISSING:
+        return cached_tokens
+    if handoff.outcome is HandoffOutcome.RECOMPUTED:
+        return 0  # the count was taken before the transfer failed and includes pages that never came
+    pages = -(-cached_tokens // block_size)
+    return max(0, pages - handoff.pages) * block_size

@@ -1,0 +1,43 @@
+"""What a replica is told when it starts. Primitives only: it crosses processes in Serve's configuration."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from workers.bus.publisher import DropFrame, drop_nth
+from workers.profile.schema import ModelProfile, parse_profile
+from workers.profile.vllm_args import Device
+
+
+class ReplicaConfigError(ValueError):
+    """The configuration cannot be used; the message names the field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaConfig:
+    profile: Mapping[str, Any]
+    """A model profile as `dump_profile` gives it."""
+    model_dir: str
+    """Folder with safetensors and tokenizer."""
+    host: str = "127.0.0.1"
+    """Address of the internal interface."""
+    device: Device = "cpu"
+    mode: Literal["dev", "production"] = "production"
+    testing: Mapping[str, int] = field(default_factory=dict)
+    """Faults on purpose, in mode `dev` only. `drop_bus_frame: N` loses the N-th frame with tokens."""
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.testing) - {"drop_bus_frame"})
+        if unknown:
+            raise ReplicaConfigError(f"testing.{unknown[0]}: no such fault")
+        if self.testing and self.mode != "dev":
+            raise ReplicaConfigError("testing: faults on purpose are refused unless mode is dev")
+        if self.testing.get("drop_bus_frame", 1) < 1:
+            raise ReplicaConfigError("testing.drop_bus_frame: counted from 1")
+
+    def model_profile(self) -> ModelProfile:
+        return parse_profile(self.profile, source="replica configuration: profile")
+
+    def drop(self) -> DropFrame | None:
+        n = self.testing.get("drop_bus_frame")
+        return None if n is None else drop_nth(n)

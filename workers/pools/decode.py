@@ -1,0 +1,108 @@
+"""The decode replica: produces answers and puts them on the token bus."""
+
+import asyncio
+from contextlib import aclosing
+from typing import Final
+
+from kv_transfer.api import Role, Ticket
+from workers.api import (
+    DecodeRequest,
+    DecodeResult,
+    FaultKind,
+    Item,
+    Phase,
+    RefetchResult,
+    WorkerFault,
+)
+from workers.engine.base import Ending, EngineFault
+from workers.pools.config import ReplicaConfig
+from workers.pools.history import TokenHistory
+from workers.pools.replica import Parts, Replica
+
+TRANSFER_DEADLINE_S: Final = 60.0
+"""A transfer takes milliseconds; after so long decode computes the prompt itself."""
+
+
+class DecodeReplica(Replica):
+    phase = Phase.DECODE
+
+    def __init__(self, config: ReplicaConfig, parts: Parts) -> None:
+        super().__init__(config, parts)
+        self._history = TokenHistory(parts.now)
+
+    async def decode(self, request: DecodeRequest, *, to: str | None = None) -> DecodeResult | WorkerFault:
+        """Produce the answer on the bus; return when its last item was handed over.
+
+        Cancelling the call aborts in the engine.
+        """
+        refused = self._enter()
+        if refused is not None:
+            return refused
+        started = self._parts.now()
+        tokens = self._history.begin(request.request_id)
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                ending = await self._produce(request, tokens)
+                await self._bus.flushed()
+            return DecodeResult(
+                output_tokens=len(tokens),
+                finish_reason=ending.reason,
+                cached_tokens=ending.cached_tokens,
+                handoff=ending.handoff,
+                seconds=self._parts.now() - started,
+            )
+        except asyncio.CancelledError:
+            raise
+        except BaseException as bad:  # noqa: BLE001 - not even SystemExit may leave: its caller would hang
+            return self._fault(request.request_id, bad, request.deadline_s)
+        finally:
+            self._history.end(request.request_id, tokens)
+            self._leave()
+
+    async def refetch(
+        self, request_id: str, from_index: int, *, to: str | None = None
+    ) -> RefetchResult | WorkerFault:
+        """Tokens of a live or recently ended request, from `from_index` on."""
+        if from_index < 0:
+            return WorkerFault(kind=FaultKind.INVALID_REQUEST, detail="from_index: below 0")
+        tokens = self._history.since(request_id, from_index)
+        if tokens is None:
+            return WorkerFault(
+                kind=FaultKind.INVALID_REQUEST, detail=f"request {request_id} is unknown or long over"
+            )
+        return RefetchResult(first_index=from_index, token_ids=tokens)
+
+    async def _produce(self, request: DecodeRequest, tokens: list[int]) -> Ending:
+        ticket = await self._ticket(request)
+        self._bus.attach(request.gateway_id, request.bus_address)
+        deltas = self._engine.decode(request, ticket)
+        async with aclosing(deltas):
+            async for delta in deltas:
+                ending = delta.ending
+                item = Item(
+                    request_id=request.request_id,
+                    attempt=request.attempt,
+                    first_index=len(tokens),
+                    token_ids=delta.token_ids,
+                    finish=None if ending is None else ending.reason,
+                )
+                tokens.extend(delta.token_ids)
+                self._bus.publish(request.gateway_id, item)
+                if ending is not None:
+                    return ending
+        raise EngineFault(FaultKind.INTERNAL, "the engine's answer has no end")
+
+    async def _ticket(self, request: DecodeRequest) -> Ticket | None:
+        """Where the pages are fetched. Addresses come from the registry, never from a request."""
+        if request.transfer_id is None or request.prefill_engine is None:
+            return None
+        addresses = await self._parts.registry.lookup(request.prefill_engine)
+        if addresses is None:
+            raise EngineFault(FaultKind.PEER_UNKNOWN, f"prefill engine {request.prefill_engine}")
+        return Ticket(
+            transfer_id=request.transfer_id,
+            role=Role.RECEIVE,
+            peer_engine=request.prefill_engine,
+            peer_addresses=addresses,
+            deadline_s=min(request.deadline_s, TRANSFER_DEADLINE_S),
+        )

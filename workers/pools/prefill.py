@@ -1,0 +1,34 @@
+"""The prefill replica: computes prompts and holds their pages for one decode engine."""
+
+import asyncio
+
+from kv_transfer.api import Role, Ticket
+from workers.api import Phase, PrefillRequest, PrefillResult, WorkerFault
+from workers.pools.replica import Replica
+
+
+class PrefillReplica(Replica):
+    phase = Phase.PREFILL
+
+    async def prefill(self, request: PrefillRequest, *, to: str | None = None) -> PrefillResult | WorkerFault:
+        """Compute the prompt. The call announces its transfer; cancelling it aborts in the engine."""
+        refused = self._enter()
+        if refused is not None:
+            return refused
+        started = self._parts.now()
+        ticket = Ticket(
+            transfer_id=request.transfer_id,
+            role=Role.SEND,
+            peer_engine=request.decode_engine,
+            deadline_s=request.deadline_s,
+        )
+        try:
+            async with asyncio.timeout(request.deadline_s):
+                cached = await self._engine.prefill(request, ticket)
+            return PrefillResult(cached_tokens=cached, seconds=self._parts.now() - started)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as bad:  # noqa: BLE001 - not even SystemExit may leave: its caller would hang
+            return self._fault(request.request_id, bad, request.deadline_s)
+        finally:
+            self._leave()

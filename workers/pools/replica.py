@@ -1,0 +1,214 @@
+"""What prefill and decode replicas have in common: start and end, the bus, gauges, health."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kv_transfer.api import EngineGauges
+from workers.api import FaultKind, Gauges, Phase, ReplicaInfo, ReplicaStatus, WorkerFault
+from workers.bus.publisher import Publisher
+from workers.bus.sink import OpenSink, zmq_sinks
+from workers.engine.base import Engine, EngineFault
+from workers.pools.config import ReplicaConfig
+from workers.pools.lifecycle import Intake, Refusal, Stage
+from workers.pools.registry import PeerRegistry, RayRegistry
+
+HEARTBEAT_S: Final = 0.5
+SILENCE_S: Final = 5.0
+"""Heartbeats stop when the engine has not answered for so long: then the replica is dead to its gateways."""
+QUEUE_FACTOR: Final = 4
+"""Requests taken in, in multiples of the engine's batch; the engine queues what it cannot compute yet."""
+
+_FAULT_OF: Final = {
+    Refusal.STARTING: FaultKind.BUSY,
+    Refusal.BUSY: FaultKind.BUSY,
+    Refusal.DRAINING: FaultKind.DRAINING,
+    Refusal.STOPPED: FaultKind.DRAINING,
+}
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a replica is built from; tests pass their own."""
+
+    engine: Engine
+    engine_id: str
+    replica_id: str
+    registry: PeerRegistry
+    open_sink: OpenSink
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+
+def real_parts(config: ReplicaConfig, phase: Phase, replica_id: str) -> Parts:
+    """A vLLM engine, ZeroMQ and Ray's key-value store."""
+    from workers.engine.vllm_engine import VllmEngine
+
+    engine_id = secrets.token_hex(16)
+    engine = VllmEngine(
+        config.model_profile(),
+        phase,
+        model_dir=config.model_dir,
+        engine_id=engine_id,
+        host=config.host,
+        device=config.device,
+    )
+    return Parts(
+        engine=engine,
+        engine_id=engine_id,
+        replica_id=replica_id,
+        registry=RayRegistry(),
+        open_sink=zmq_sinks(),
+    )
+
+
+class Replica:
+    """Base of both pools. `await start()` before the first call, `await stop()` at the end.
+
+    Every method takes `to`, which is for the router alone: the replica that the caller has chosen.
+    """
+
+    phase: Phase
+
+    def __init__(self, config: ReplicaConfig, parts: Parts) -> None:
+        profile = config.model_profile()
+        self._part = profile.phase(self.phase)
+        self._parts = parts
+        self._engine = parts.engine
+        self._intake = Intake(self._part.max_sequences * QUEUE_FACTOR)
+        self._bus = Publisher(parts.engine_id, parts.open_sink, drop=config.drop())
+        self._beating: asyncio.Task[None] | None = None
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def start(self) -> None:
+        """Return when the engine takes requests and its peers can find it.
+
+        Raises:
+            EngineFault: it did not come up.
+        """
+        try:
+            await self._engine.start()
+            gauges = await self._engine.gauges()
+            await self._parts.registry.publish(self._parts.engine_id, gauges.control_addresses)
+        except BaseException:
+            self._intake.move(Stage.STOPPED)
+            await self._engine.close()
+            raise
+        self._intake.move(Stage.READY)
+        self._beating = asyncio.create_task(self._beat(gauges))
+        log.info("%s replica %s ready, engine %s", self.phase, self._parts.replica_id, self._parts.engine_id)
+
+    async def drain(self) -> None:
+        """Take nothing new; return when nobody is inside."""
+        if self._intake.stage is Stage.READY:
+            self._intake.move(Stage.DRAINING)
+        await self._idle.wait()
+
+    async def stop(self) -> None:
+        """End the engine. Requests still inside end with a fault. May be called twice."""
+        if self._intake.stage is Stage.READY:
+            self._intake.move(Stage.DRAINING)
+        if self._intake.stage is not Stage.DRAINING:
+            return
+        self._intake.move(Stage.STOPPED)
+        if self._beating is not None:
+            self._beating.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._beating
+        await self._parts.registry.withdraw(self._parts.engine_id)
+        await self._engine.close()
+        self._bus.close()
+
+    async def attach(self, gateway_id: str, bus_address: str, *, to: str | None = None) -> ReplicaInfo:
+        """Send heartbeats to this gateway from now on. Repeating it changes nothing."""
+        gauges = await self._engine.gauges()
+        self._bus.attach(gateway_id, bus_address)
+        return ReplicaInfo(
+            replica_id=self._parts.replica_id,
+            engine_id=self._parts.engine_id,
+            phase=self.phase,
+            format=self._part.format,
+            pid=os.getpid(),
+            block_size=gauges.block_size,
+            page_bytes=gauges.page_bytes,
+            total_pages=gauges.total_pages,
+        )
+
+    async def status(self, *, to: str | None = None) -> ReplicaStatus:
+        gauges = await self._engine.gauges()
+        return ReplicaStatus(
+            id=self._parts.replica_id,
+            phase=self.phase,
+            format=self._part.format,
+            pid=os.getpid(),
+            free_pages=gauges.free_pages,
+            total_pages=gauges.total_pages,
+            running=gauges.running,
+            waiting=gauges.waiting,
+            in_flight_transfers=gauges.in_flight_transfers,
+            bus_queue=self._bus.bus_queue,
+        )
+
+    async def check_health(self) -> None:
+        """Serve asks now and then, and replaces the replica when this keeps raising.
+
+        Raises:
+            EngineFault: the engine is dead or silent.
+        """
+        await self._engine.gauges()
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Serve carries this to every router."""
+        return {
+            "replica_id": self._parts.replica_id,
+            "engine_id": self._parts.engine_id,
+            "phase": str(self.phase),
+            "pid": os.getpid(),
+        }
+
+    def _enter(self) -> WorkerFault | None:
+        """A fault when the request is refused. Otherwise the caller owes a `_leave`."""
+        refusal = self._intake.enter()
+        if refusal is not None:
+            return WorkerFault(kind=_FAULT_OF[refusal], detail=f"the replica is {refusal}")
+        self._idle.clear()
+        return None
+
+    def _leave(self) -> None:
+        self._intake.leave()
+        if self._intake.inside == 0:
+            self._idle.set()
+
+    def _fault(self, request_id: str, bad: BaseException, deadline_s: float) -> WorkerFault:
+        """The fault that stands for `bad`, logged."""
+        if isinstance(bad, EngineFault):
+            fault = WorkerFault(kind=bad.kind, detail=bad.detail)
+        elif isinstance(bad, TimeoutError):
+            fault = WorkerFault(kind=FaultKind.DEADLINE, detail=f"not done within {deadline_s:g} s")
+        else:
+            fault = WorkerFault(kind=FaultKind.INTERNAL, detail=repr(bad))
+        log.warning("request %s: %s: %s", request_id, fault.kind, fault.detail)
+        return fault
+
+    async def _beat(self, gauges: EngineGauges) -> None:
+        heard = self._parts.now()
+        while True:
+            try:
+                gauges = await self._engine.gauges()
+                heard = self._parts.now()
+            except EngineFault as fault:
+                log.warning("engine %s: %s", self._parts.engine_id, fault)
+            if self._parts.now() - heard < SILENCE_S:
+                self._bus.heartbeat(
+                    Gauges(free_pages=gauges.free_pages, running=gauges.running, waiting=gauges.waiting)
+                )
+            await self._parts.sleep(HEARTBEAT_S)

@@ -1,0 +1,139 @@
+"""The model profile: one YAML mapping, validated whole before anything starts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from annotated_types import Ge, Le, MinLen, MultipleOf
+from pydantic import StringConstraints, TypeAdapter, ValidationError
+from pydantic.types import Strict
+
+from kv_transfer.api import WireFormat
+from workers.api import Phase
+
+Dtype = Literal["bfloat16", "float32", "float16"]
+KvFormat = Literal["bf16", "fp32", "fp16"]
+Count = Annotated[int, Ge(1)]
+Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)]
+ModelId = Annotated[
+    str, StringConstraints(pattern=r"^@?[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$")
+]
+
+_FORBID: Final = {"extra": "forbid", "strict": True}
+_FORMAT_OF: Final[Mapping[Dtype, KvFormat]] = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
+
+
+class ProfileError(ValueError):
+    """The profile describes no model we can start. The message names every bad key by its path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Where the weights lie: exactly one of the two."""
+
+    __pydantic_config__: ClassVar = _FORBID
+
+    embedded: Literal["smollm2-135m"] | None = None
+    """A model that an installed package brings along."""
+    path: Annotated[str, MinLen(1)] | None = None
+    """A folder with safetensors, tokenizer and configuration."""
+
+    def __post_init__(self) -> None:
+        if (self.embedded is None) == (self.path is None):
+            raise ValueError("give exactly one of `embedded` and `path`")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseProfile:
+    """One engine of one phase, and how many of them."""
+
+    __pydantic_config__: ClassVar = _FORBID
+
+    replicas: Count = 1
+    dtype: Dtype = "bfloat16"
+    kv_format: KvFormat | None = None
+    """Format of the cache; None: that of `dtype`."""
+    cache_gib: Count = 1
+    """Memory for cache pages, in GiB."""
+    max_batched_tokens: Count | None = None
+    """Prompt tokens computed in one step; None: the engine's usual for its phase."""
+    max_sequences: Count = 16
+    """Requests computed in one step."""
+    tensor_parallel: Annotated[int, Ge(1), Le(1)] = 1
+    threads: Count = 1
+    """CPU threads of one engine. With more than the machine has cores for, throughput collapses."""
+
+    def __post_init__(self) -> None:
+        own = _FORMAT_OF[self.dtype]
+        if self.kv_format is not None and self.kv_format != own:
+            raise ValueError(
+                f"kv_format {self.kv_format} differs from {own}, the format of dtype {self.dtype}: "
+                "an engine cannot convert its own cache"
+            )
+
+    @property
+    def format(self) -> WireFormat:
+        """Format of this engine's cache pages."""
+        return WireFormat(_FORMAT_OF[self.dtype])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelProfile:
+    """A model as this system serves it. `name`, `model_id`, `weights` and `context_length` are enough."""
+
+    __pydantic_config__: ClassVar = _FORBID
+
+    name: Name
+    model_id: ModelId
+    """What clients ask for, e.g. `@cf/huggingfacetb/smollm2-135m-instruct`."""
+    weights: Weights
+    context_length: Annotated[int, Ge(64)]
+    """Tokens of prompt and answer together."""
+    aliases: Annotated[tuple[ModelId, ...], Strict(False)] = ()
+    """Other names of the same model."""
+    source_revision: str | None = None
+    """Where the weights come from, for the record."""
+    block_size: Annotated[int, Ge(16), MultipleOf(16)] = 32
+    """Token slots in a cache page, on both sides."""
+    tool_parser: None = None
+    reasoning_parser: None = None
+    prefill: PhaseProfile = PhaseProfile()
+    decode: PhaseProfile = PhaseProfile()
+
+    def __post_init__(self) -> None:
+        if self.prefill.format != self.decode.format:
+            raise ValueError(
+                f"prefill caches {self.prefill.format}, decode caches {self.decode.format}: "
+                "pages are not converted on the way, make dtype and kv_format equal on both sides"
+            )
+        if self.model_id in self.aliases or len(set(self.aliases)) != len(self.aliases):
+            raise ValueError("aliases: every name of a model is given once")
+
+    def phase(self, phase: Phase) -> PhaseProfile:
+        return self.prefill if phase is Phase.PREFILL else self.decode
+
+
+_adapter: Final = TypeAdapter(ModelProfile)
+
+
+def parse_profile(raw: object, *, source: str) -> ModelProfile:
+    """The profile in `raw`, a mapping as YAML or a replica's configuration gives it.
+
+    Raises:
+        ProfileError: with one line per mistake, each naming the key's path.
+    """
+    try:
+        return _adapter.validate_python(raw)
+    except ValidationError as bad:
+        lines = [_line(error["loc"], error["msg"]) for error in bad.errors()]
+        raise ProfileError(f"{source}:\n  " + "\n  ".join(lines)) from None
+
+
+def dump_profile(profile: ModelProfile) -> dict[str, Any]:
+    """The mapping of primitives that `parse_profile` turns back into `profile`."""
+    dumped: dict[str, Any] = _adapter.dump_python(profile, mode="json")
+    return dumped
+
+
+def _line(path: tuple[int | str, ...], message: str) -> str:
+    return f"{'.'.join(map(str, path)) or 'profile'}: {message.removeprefix('Value error, ')}"

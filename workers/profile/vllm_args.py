@@ -1,0 +1,121 @@
+"""A phase profile in vLLM's words. The only file that knows the names of vLLM's options."""
+
+from typing import Any, Final, Literal
+
+from workers.api import Phase
+from workers.profile.schema import ModelProfile
+
+Device = Literal["cpu", "cuda"]
+
+_GIB: Final = 1 << 30
+_USUAL_BATCHED_TOKENS: Final = {Phase.PREFILL: 512, Phase.DECODE: 2048}
+
+
+def engine_args(
+    profile: ModelProfile,
+    phase: Phase,
+    model_dir: str,
+    engine_id: str,
+    connector: dict[str, Any],
+    *,
+    device: Device = "cpu",
+) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs`.
+
+    Args:
+        engine_id: 128 random bits in hex, fresh for every start.
+        connector: the connector's own settings, passed through.
+    """
+    part = profile.phase(phase)
+    return {
+        "model": model_dir,
+        "dtype": part.dtype,
+        "max_model_len": profile.context_length,
+        "block_size": profile.block_size,
+        "max_num_seqs": part.max_sequences,
+        "tensor_parallel_size": part.tensor_parallel,
+        "distributed_executor_backend": "uni",
+        # Engines see token ids only, and the gateway names every stop token.
+        "skip_tokenizer_init": True,
+        "enable_prefix_caching": True,
+        "prefix_caching_hash_algo": "sha256_cbor",  # the default serialises with pickle
+        "kv_events_config": None,  # events carry token ids and salts
+        "disable_log_stats": True,
+        "worker_extension_cls": "workers.engine.tether.Tether",
+        "kv_transfer_config": {
+            "kv_connector": "PhasegateConnector",
+            "kv_connector_module_path": "kv_transfer.connector.facade",
+            "kv_role": "kv_both",
+            "engine_id": engine_id,
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": dict(connector),
+        },
+        **_scheduling(device),
+        **_batching(profile, phase, device),
+        **_memory(part.cache_gib, device),
+    }
+
+
+def _scheduling(device: Device) -> dict[str, Any]:
+    # vLLM picks its asynchronous scheduler by itself only where no class is named.
+    ahead = device == "cuda"  # a CPU step has nothing to overlap with; vLLM refuses it there
+    name = "PhasegateAsyncScheduler" if ahead else "PhasegateScheduler"
+    return {"async_scheduling": ahead, "scheduler_cls": f"kv_transfer.connector.scheduler.{name}"}
+
+
+def _batching(profile: ModelProfile, phase: Phase, device: Device) -> dict[str, Any]:
+    batched = profile.phase(phase).max_batched_tokens or _USUAL_BATCHED_TOKENS[phase]
+    if phase is Phase.DECODE and device == "cpu":
+        # A seeded request whose prefill is chunked kills the CPU engine: after each chunk the runner rewinds
+        # the request's generator (`gen.set_offset`, vllm/v1/worker/gpu_model_runner.py) and a CPU generator
+        # has no offset. Decode prefills what the transfer did not bring, so there it happens in one piece.
+        # Prefill engines never seed.
+        return {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(batched, profile.context_length),
+        }
+    return {"enable_chunked_prefill": True, "max_num_batched_tokens": batched}
+
+
+def _memory(cache_gib: int, device: Device) -> dict[str, Any]:
+    if device == "cpu":
+        return {"enforce_eager": True}  # compilation takes a minute and a half and gains little
+    return {"kv_cache_memory_bytes": cache_gib * _GIB}
+
+
+def engine_environment(profile: ModelProfile, phase: Phase, device: Device, host: str) -> dict[str, str]:
+    """Variables that must stand before vLLM or torch is imported; the engine's process inherits them.
+
+    Args:
+        host: the address that engines bind; loopback in local mode.
+    """
+    part = profile.phase(phase)
+    environment = {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_HOST_IP": host,
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
+    if host == "127.0.0.1":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    if device == "cpu":
+        environment |= {
+            "OMP_NUM_THREADS": str(part.threads),
+            "VLLM_CPU_KVCACHE_SPACE": str(part.cache_gib),
+            # The `uni` executor (one process for scheduler and model) is honoured on CPU only with this.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            # Binding by vLLM pins every engine of a machine to the same first cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    return environment
+
+
+def async_engine_args(arguments: dict[str, Any]) -> Any:
+    """vLLM's `AsyncEngineArgs` from what `engine_args` gave."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    transfer = KVTransferConfig(**arguments["kv_transfer_config"])
+    return AsyncEngineArgs(**(arguments | {"kv_transfer_config": transfer}))
