@@ -1,12 +1,14 @@
 """What other packages may import from kv_transfer. Standard library and msgspec only."""
 
 from kv_transfer.api.errors import TransferCause, TransferError
+from kv_transfer.api.faults import FaultConfig
 from kv_transfer.api.gauges import EngineGauges
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
 from kv_transfer.api.page import Layout, WireFormat
 
 __all__ = [
     "EngineGauges",
+    "FaultConfig",
     "HandoffOutcome",
     "HandoffReport",
     "Layout",

@@ -1,0 +1,30 @@
+"""The connector's settings, out of vLLM's untyped `kv_connector_extra_config`."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from kv_transfer.api.faults import FaultConfig
+
+
+class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    engine_id: str
+    """128 random bits in hex, new at every engine start."""
+    bind_host: str
+    """Internal interface for control sockets and links."""
+    backend: Literal["gloo", "nccl"]
+    gauges_endpoint: str
+    """ZeroMQ ipc endpoint on which this engine answers for its gauges."""
+    link_timeout_s: float = 30.0
+    """Longest that one send or receive, or building a link, may take."""
+    drain_s: float = 10.0
+    """Longest that an aborted transfer may stay on the wire before its link is given up."""
+    staging_bytes: int = 64 * 2**20
+    """Most bytes that wait in the sender for the wire; gathering pauses above it."""
+    faults: FaultConfig = FaultConfig()
+
+    @classmethod
+    def parse(cls, raw: Mapping[str, Any]) -> "ConnectorConfig":
+        """Raises msgspec.ValidationError naming the field, also for unknown keys."""
+        return msgspec.convert(dict(raw), cls)

@@ -1,0 +1,145 @@
+"""What vLLM loads: one class for both halves. It only forwards."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kv_transfer.connector.config import ConnectorConfig
+from kv_transfer.connector.layout import UnsupportedCache
+from kv_transfer.connector.metadata import StepOrders, WorkerAddress
+from kv_transfer.connector.scheduler_side import SchedulerSide
+from kv_transfer.connector.worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
+    """Ships prompt pages from a prefill engine to a decode engine."""
+
+    def __init__(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        config = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise UnsupportedCache(
+                f"the model has {len(kv_cache_config.kv_cache_groups)} cache groups (hybrid attention): "
+                "only models with one can be split into prefill and decode"
+            )
+        self._layers = vllm_config.compilation_config.static_forward_context
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._idle = False
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(config, vllm_config.cache_config.block_size)
+        else:
+            self._worker = WorkerSide(config, vllm_config.parallel_config.rank)
+
+    @property
+    def _s(self) -> SchedulerSide:
+        assert self._scheduler is not None
+        return self._scheduler
+
+    @property
+    def _w(self) -> WorkerSide:
+        assert self._worker is not None
+        return self._worker
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()
+
+    # -- scheduler side
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        self._s.bind_pool(gpu_block_pool)
+
+    def bind_counts(self, counts: Callable[[], tuple[int, int]]) -> None:
+        self._s.bind_counts(counts)
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        self._s.bind_workers({r: a for r, a in metadata.items() if isinstance(a, WorkerAddress)})
+
+    def on_new_request(self, request: "Request") -> None:
+        self._s.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int, bool]:
+        return self._s.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        self._s.after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        return self._s.build_orders(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        self._s.on_news(connector_output.kv_connector_worker_meta)
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._s.finished(request)
+
+    # -- worker side
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        layer = self._layers.get(next(iter(kv_caches), ""))
+        self._w.register(kv_caches, isa=str(getattr(layer, "isa", "native")))
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._w.address()
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        self._idle = forward_context.attn_metadata is None
+        self._w.begin_step(self._orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Pages are complete before a request is scheduled: nothing to wait for."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Pages are gathered when the step is over."""
+
+    def wait_for_save(self) -> None:
+        self._w.after_forward(self._orders())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        finished = self._w.finish_step(idle=self._idle)
+        return KVConnectorTransferResults(
+            finished_sending=finished.sending,
+            finished_recving=finished.receiving,
+            failed_recving=finished.failed,
+        )
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        return self._w.take_news()
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    def _orders(self) -> StepOrders:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepOrders)
+        return metadata

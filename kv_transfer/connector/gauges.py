@@ -1,0 +1,99 @@
+"""Answers for the engine's gauges at any time, also while the engine is idle or in a long step.
+
+A thread of the engine process, because vLLM publishes its own figures only with a step.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import zmq
+
+from kv_transfer.api.gauges import EngineGauges
+from kv_transfer.connector.metadata import WorkerAddress
+from kv_transfer.protocol import messages as m
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+log = logging.getLogger(__name__)
+
+WORKER_ANSWER_MS = 1000
+
+
+class GaugeServer:
+    """ZeroMQ REP on an ipc endpoint: any request is answered with one EngineGauges in MessagePack."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._zmq = zmq.Context(1)
+        self._socket = self._zmq.socket(zmq.REP)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(endpoint)
+        self._pool: BlockPool | None = None
+        self._counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._workers: Sequence[WorkerAddress] = ()
+        self._dealers: list[zmq.Socket[bytes]] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="phasegate-gauges", daemon=True)
+        self._thread.start()
+
+    def bind_pool(self, pool: "BlockPool") -> None:
+        self._pool = pool
+
+    def bind_counts(self, counts: Callable[[], tuple[int, int]]) -> None:
+        self._counts = counts
+
+    def bind_workers(self, workers: Sequence[WorkerAddress]) -> None:
+        self._workers = workers
+
+    def close(self) -> None:
+        self._stopping = True
+        self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        while not self._stopping:
+            if self._socket.poll(100):
+                self._socket.recv()
+                self._socket.send(msgspec.msgpack.encode(self._snapshot()))
+        for dealer in self._dealers:
+            dealer.close()
+        self._socket.close()
+        self._zmq.term()
+
+    def _snapshot(self) -> EngineGauges:
+        running, waiting = self._counts()
+        pool, workers = self._pool, self._workers
+        return EngineGauges(
+            free_pages=pool.get_num_free_blocks() if pool is not None else 0,
+            # One page is vLLM's null page, which is never handed out.
+            total_pages=pool.num_gpu_blocks - 1 if pool is not None else 0,
+            running=running,
+            waiting=waiting,
+            in_flight_transfers=self._in_flight(),
+            control_addresses=tuple(worker.control for worker in workers),
+            page_bytes=sum(worker.page_bytes for worker in workers),
+            block_size=workers[0].block_size if workers else 0,
+        )
+
+    def _in_flight(self) -> int:
+        """The largest number over the ranks: all ranks take part in every transfer."""
+        while len(self._dealers) < len(self._workers):
+            dealer = self._zmq.socket(zmq.DEALER)
+            dealer.setsockopt(zmq.LINGER, 0)
+            dealer.connect(self._workers[len(self._dealers)].control)
+            self._dealers.append(dealer)
+        for dealer in self._dealers:
+            while dealer.poll(0):
+                dealer.recv()
+            dealer.send(m.encode(m.CountRequest()), zmq.NOBLOCK)
+        counts = [0]
+        for dealer in self._dealers:
+            if not dealer.poll(WORKER_ANSWER_MS):
+                log.error("a worker does not answer for its transfers")
+                continue
+            answer = m.decode_to_receiver(dealer.recv())
+            if isinstance(answer, m.Count):
+                counts.append(answer.in_flight)
+        return max(counts)

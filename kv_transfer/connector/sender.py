@@ -1,0 +1,316 @@
+"""Prefill side of transfers: matches announcements with offers, ships completed pages, frees them.
+
+All methods run on the courier's thread, except `wanted`, `ship` and `take_closed`, which the engine
+thread calls.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kv_transfer.api.errors import TransferCause, TransferError
+from kv_transfer.api.handoff import Ticket
+from kv_transfer.api.page import Layout
+from kv_transfer.connector.wire import LaneLike, Later, SenderWire
+from kv_transfer.protocol import messages as m
+from kv_transfer.protocol.send_session import TABLE, Do, Event, State
+from kv_transfer.protocol.table import step
+from kv_transfer.transport.lane import Fence, SendJob
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Logical pages that a peer has asked for."""
+
+    first_page: int
+    pages: int
+
+
+@dataclass
+class _Send:
+    transfer_id: str
+    due: float
+    state: State
+    peer_engine: str = ""
+    """Who may fetch, once announced."""
+    offer: m.Offer | None = None
+    route: bytes = b""
+    shipped_pages: int = 0
+    on_wire: int = 0
+    """Jobs handed to the lane and not ended."""
+    cause: TransferCause = TransferCause.UNKNOWN_TRANSFER
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unwanted:
+    engine_id: str
+    due: float
+
+
+class Sender:
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        wire: SenderWire,
+        later: Later,
+        park_s: float,
+        staging_bytes: int,
+        now: Callable[[], float],
+    ) -> None:
+        """`park_s`: longest that an offer waits for its announcement."""
+        self._layout, self._wire, self._later, self._now = layout, wire, later, now
+        self._park_s, self._staging_bytes = park_s, staging_bytes
+        self._sends: dict[str, _Send] = {}
+        self._unwanted: dict[str, _Unwanted] = {}
+        self._lanes: dict[str, LaneLike] = {}
+        self._lock = threading.Lock()
+        self._wanted: dict[str, Want] = {}
+        self._staged_bytes = 0
+        self._closed: list[str] = []
+        self.news = threading.Event()
+        """Set when `take_closed` or `wanted` may have something new."""
+
+    # -- engine thread
+
+    def wanted(self) -> dict[str, Want]:
+        """Transfers whose pages may be gathered now; empty while enough bytes wait for the wire."""
+        with self._lock:
+            return dict(self._wanted) if self._staged_bytes < self._staging_bytes else {}
+
+    def ship(self, transfer_id: str, first_page: int, pages: int, data: torch.Tensor, fence: Fence) -> None:
+        """Hand encoded pages to the wire. They follow the pages shipped before."""
+        with self._lock:
+            self._staged_bytes += data.numel()
+        self._later(lambda: self._ship(transfer_id, first_page, pages, data, fence))
+
+    def take_closed(self) -> list[str]:
+        """Transfers that ended since the last call: their pages are no longer needed."""
+        with self._lock:
+            self.news.clear()
+            closed, self._closed = self._closed, []
+        return closed
+
+    # -- courier thread
+
+    def in_flight(self) -> int:
+        return len(self._sends)
+
+    def announce(self, ticket: Ticket) -> None:
+        transfer_id = ticket.transfer_id
+        send = self._sends.get(transfer_id)
+        if send is None:
+            due = self._now() + ticket.deadline_s
+            self._sends[transfer_id] = _Send(transfer_id, due, State.ANNOUNCED, ticket.peer_engine)
+            unwanted = self._unwanted.pop(transfer_id, None)
+            if unwanted is not None and unwanted.engine_id == ticket.peer_engine:
+                self._on(transfer_id, Event.ABORT)
+            return
+        send.peer_engine = ticket.peer_engine
+        send.due = self._now() + ticket.deadline_s
+        self._match(send, Event.ANNOUNCE)
+
+    def gone(self, transfer_id: str) -> None:
+        """The request ended without completing its pages, which now belong to others."""
+        self._give_up(transfer_id, Event.GONE, TransferCause.PREFILL_ENDED)
+
+    def on_message(self, route: bytes, message: m.ToSender) -> None:
+        match message:
+            case m.Offer():
+                self._on_offer(route, message)
+            case m.Done():
+                self._on_done(route, message)
+            case m.Abort():
+                self._on_abort(route, message)
+            case m.CountRequest():
+                pass
+
+    def tick(self) -> None:
+        now = self._now()
+        for transfer_id, send in list(self._sends.items()):
+            if now >= send.due:
+                cause = (
+                    TransferCause.UNKNOWN_TRANSFER if send.state is State.PARKED else TransferCause.DEADLINE
+                )
+                self._give_up(transfer_id, Event.DEADLINE, cause)
+        for transfer_id, unwanted in list(self._unwanted.items()):
+            if now >= unwanted.due:
+                del self._unwanted[transfer_id]
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+
+    def _on_offer(self, route: bytes, offer: m.Offer) -> None:
+        transfer_id = offer.transfer_id
+        send = self._sends.get(transfer_id)
+        if offer.version != m.VERSION:
+            detail = f"protocol version {offer.version}, here {m.VERSION}"
+            self._refuse(route, transfer_id, TransferCause.PROTOCOL, detail)
+        elif offer.pages < 1 or offer.first_page < 0:
+            self._refuse(route, transfer_id, TransferCause.PROTOCOL, "no pages asked for")
+        elif send is None:
+            due = self._now() + self._park_s
+            send = _Send(transfer_id, due, State.PARKED, offer=offer, route=route)
+            self._sends[transfer_id] = send
+            self._ensure_lane(offer.link)
+        elif send.offer is not None or send.state is not State.ANNOUNCED:
+            # One offer is accepted per transfer: a second one is a replay or somebody else's guess.
+            self._refuse(route, transfer_id, TransferCause.PROTOCOL, "offered before")
+        else:
+            send.offer, send.route = offer, route
+            self._ensure_lane(offer.link)
+            self._match(send, Event.OFFER)
+
+    def _match(self, send: _Send, event: Event) -> None:
+        """Announcement and offer are both known: do they fit?"""
+        offer = send.offer
+        if offer is None:
+            log.error("transfer announced twice", extra={"transfer": send.transfer_id})
+            return
+        if offer.engine_id != send.peer_engine:
+            send.cause, send.detail = TransferCause.FOREIGN_PEER, ""
+            self._on(send.transfer_id, Event.MISFIT)
+        elif difference := self._layout.difference(offer.layout):
+            send.cause, send.detail = TransferCause.LAYOUT_MISMATCH, difference
+            self._on(send.transfer_id, Event.MISFIT)
+        elif offer.link.link_id not in self._lanes:
+            send.cause, send.detail = TransferCause.LINK_DOWN, ""
+            self._on(send.transfer_id, Event.MISFIT)
+        else:
+            self._on(send.transfer_id, event)
+
+    def _on_done(self, route: bytes, done: m.Done) -> None:
+        send = self._sends.get(done.transfer_id)
+        if send is None or send.route != route or send.state is not State.FLUSHED:
+            return
+        self._on(done.transfer_id, Event.DONE)
+
+    def _on_abort(self, route: bytes, abort: m.Abort) -> None:
+        transfer_id = abort.transfer_id
+        send = self._sends.get(transfer_id)
+        if send is None:
+            # Either it is over, or its announcement is still on the way.
+            self._unwanted[transfer_id] = _Unwanted(abort.engine_id, self._now() + self._park_s)
+            self._wire.tell_receiver(route, m.Drained(transfer_id=transfer_id))
+            return
+        expected = send.peer_engine or (send.offer.engine_id if send.offer else "")
+        if abort.engine_id != expected:
+            log.warning("abort by a stranger ignored", extra={"transfer": transfer_id})
+            return
+        send.route = route
+        send.cause = TransferCause.CANCELLED
+        self._on(transfer_id, Event.ABORT)
+
+    def _ship(self, transfer_id: str, first_page: int, pages: int, data: torch.Tensor, fence: Fence) -> None:
+        send = self._sends.get(transfer_id)
+        lane = self._lanes.get(send.offer.link.link_id) if send and send.offer else None
+        if send is None or lane is None or send.state is not State.SENDING:
+            self._unstage(data)
+            return
+        assert send.offer is not None
+        send.on_wire += 1
+        send.shipped_pages += pages
+        last = send.shipped_pages == send.offer.pages
+        route = send.route
+
+        def starting(checksum: int) -> None:
+            header = m.Sent(
+                transfer_id=transfer_id,
+                first_page=first_page,
+                pages=pages,
+                wire_bytes=data.numel(),
+                checksum=checksum,
+            )
+            self._later(lambda: self._wire.tell_receiver(route, header))
+
+        def ended(error: TransferError | None) -> None:
+            self._later(lambda: self._sent(transfer_id, data, last, error))
+
+        lane.submit(SendJob(data, fence, starting, ended))
+
+    def _sent(self, transfer_id: str, data: torch.Tensor, last: bool, error: TransferError | None) -> None:
+        self._unstage(data)
+        send = self._sends.get(transfer_id)
+        if send is None:
+            return
+        send.on_wire -= 1
+        if error is None and last:
+            self._on(transfer_id, Event.LAST_SENT)
+        self._if_quiet(transfer_id)
+
+    def _if_quiet(self, transfer_id: str) -> None:
+        send = self._sends.get(transfer_id)
+        if send is not None and send.state is State.STOPPING and send.on_wire == 0:
+            self._on(transfer_id, Event.QUIET)
+
+    def _unstage(self, data: torch.Tensor) -> None:
+        with self._lock:
+            self._staged_bytes -= data.numel()
+            self.news.set()
+
+    def _ensure_lane(self, link: m.LinkAddress) -> None:
+        link_id = link.link_id
+        if link_id not in self._lanes:
+            self._lanes[link_id] = self._wire.join_lane(
+                link, lambda error: self._later(lambda: self._down(link_id, error))
+            )
+
+    def _down(self, link_id: str, error: TransferError) -> None:
+        lane = self._lanes.pop(link_id, None)
+        if lane is None:
+            return
+        log.info("link down", extra={"link": link_id, "cause": str(error)})
+        lane.close()
+        for transfer_id, send in list(self._sends.items()):
+            if send.offer is not None and send.offer.link.link_id == link_id:
+                self._give_up(transfer_id, Event.LINK_DOWN, TransferCause.LINK_DOWN)
+
+    def _give_up(self, transfer_id: str, event: Event, cause: TransferCause) -> None:
+        send = self._sends.get(transfer_id)
+        if send is not None:
+            send.cause = cause
+            self._on(transfer_id, event)
+            self._if_quiet(transfer_id)
+
+    def _refuse(self, route: bytes, transfer_id: str, cause: TransferCause, detail: str) -> None:
+        log.warning("offer refused", extra={"transfer": transfer_id, "cause": cause, "detail": detail})
+        self._wire.tell_receiver(route, m.Failed(transfer_id=transfer_id, cause=cause, detail=detail))
+
+    def _on(self, transfer_id: str, event: Event) -> None:
+        send = self._sends[transfer_id]
+        send.state, actions = step(TABLE, send.state, event)
+        for action in actions:
+            self._do(action, send)
+        if send.state is not State.SENDING:
+            with self._lock:
+                self._wanted.pop(transfer_id, None)
+        if send.state is State.CLOSED:
+            del self._sends[transfer_id]
+        else:
+            self._if_quiet(transfer_id)
+
+    def _do(self, action: Do, send: _Send) -> None:
+        match action:
+            case Do.SEND_READY:
+                assert send.offer is not None
+                ready = m.Ready(transfer_id=send.transfer_id, layout=self._layout, pages=send.offer.pages)
+                self._wire.tell_receiver(send.route, ready)
+                with self._lock:
+                    self._wanted[send.transfer_id] = Want(send.offer.first_page, send.offer.pages)
+                    self.news.set()
+            case Do.SEND_FAILED:
+                self._refuse(send.route, send.transfer_id, send.cause, send.detail)
+            case Do.SEND_DRAINED:
+                self._wire.tell_receiver(send.route, m.Drained(transfer_id=send.transfer_id))
+            case Do.RELEASE_PAGES:
+                with self._lock:
+                    self._closed.append(send.transfer_id)
+                    self.news.set()

@@ -1,0 +1,212 @@
+"""The half that lives beside the model: gathers pages after a forward, copies received pages in.
+
+Everything here runs on the engine thread, at step boundaries, so that nothing reads a page while a
+kernel writes it, or the reverse.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from kv_transfer.api.errors import TransferCause
+from kv_transfer.api.handoff import HandoffOutcome, HandoffReport
+from kv_transfer.api.page import Layout
+from kv_transfer.codec import CODECS
+from kv_transfer.connector.config import ConnectorConfig
+from kv_transfer.connector.courier import Courier
+from kv_transfer.connector.layout import read_layout
+from kv_transfer.connector.metadata import SendProgress, StepOrders, WorkerAddress, WorkerNews
+from kv_transfer.connector.receiver import Outcome
+from kv_transfer.testing.faults import Faults
+from kv_transfer.transport.lane import Fence
+
+log = logging.getLogger(__name__)
+
+GROUP_BYTES = 8 * 2**20
+"""Pages leave in groups of at most this size, so that the wire works while the next group is gathered."""
+IDLE_WAIT_S = 0.002
+"""An engine with nothing to compute polls for pages; this long it sleeps between looks, unless woken."""
+
+
+class CourierDied(RuntimeError):
+    """The engine must not go on: transfers would hang until their deadlines. Its replica restarts."""
+
+
+@dataclass
+class _Table:
+    """Pages of one request that is being prefilled, or is held."""
+
+    page_ids: tuple[int, ...]
+    computed_tokens: int
+    prompt_tokens: int
+    shipped_pages: int = 0
+    """Of the wanted pages, how many have left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    sending: set[str]
+    receiving: set[str]
+    failed: set[str]
+
+
+class WorkerSide:
+    def __init__(
+        self, config: ConnectorConfig, rank: int, *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._config, self._rank, self._now = config, rank, now
+        self._faults = Faults(config.faults)
+        self._tables: dict[str, _Table] = {}
+        self._live: set[str] = set()
+        """Announced transfers whose request still owns, or holds, its pages."""
+        self._held: dict[str, str] = {}
+        self._closed: set[str] = set()
+        """Live transfers that are over: their pages go free when the request ends."""
+        self._open_receives: dict[str, str] = {}
+        self._reports: dict[str, HandoffReport] = {}
+        self._caches: list[torch.Tensor] = []
+        self._layout: Layout | None = None
+        self._courier: Courier | None = None
+
+    # -- set-up
+
+    def register(self, caches: Mapping[str, torch.Tensor], isa: str) -> None:
+        """Raises UnsupportedCache when this engine's cache cannot be shipped."""
+        self._layout = read_layout(caches, isa=isa)
+        self._codec = CODECS[self._layout.format]
+        self._caches = list(caches.values())
+        device = self._caches[0].device
+        self._courier = Courier(self._config, rank=self._rank, layout=self._layout, device=device)
+
+    def address(self) -> WorkerAddress:
+        assert self._layout is not None
+        return WorkerAddress(self._running().address, self._layout.page_bytes, self._layout.block_size)
+
+    def close(self) -> None:
+        if self._courier is not None:
+            self._courier.close()
+            self._courier = None
+
+    # -- steps
+
+    def begin_step(self, orders: StepOrders) -> None:
+        """Pass on what the scheduler side decided. Queues work; waits for nobody."""
+        courier = self._running()
+        for ticket in orders.announces:
+            self._live.add(ticket.transfer_id)
+            courier.later(partial(courier.sender.announce, ticket))
+        for transfer_id in orders.suspended:
+            self._tables.pop(transfer_id, None)
+        for transfer_id in orders.dropped:
+            self._forget(transfer_id)
+            courier.later(partial(courier.sender.gone, transfer_id))
+        for held in orders.held:
+            self._held[held.transfer_id] = held.request_id
+        for order in orders.receives:
+            self._open_receives[order.request_id] = order.ticket.transfer_id
+            courier.later(partial(courier.receiver.begin, order))
+        for transfer_id in orders.cancels:
+            courier.later(partial(courier.receiver.cancel, transfer_id))
+        for ticket in orders.declines:
+            address = ticket.peer_addresses[self._rank]
+            courier.later(partial(courier.receiver.decline, address, ticket.transfer_id))
+
+    def after_forward(self, orders: StepOrders) -> None:
+        """Note how far pages are written, and ship those that are complete and asked for."""
+        for progress in orders.progress:
+            self._note(progress)
+        courier = self._running()
+        for transfer_id, want in courier.sender.wanted().items():
+            table = self._tables.get(transfer_id)
+            if table is not None:
+                self._ship_ready(courier, transfer_id, table, want.first_page, want.pages)
+
+    def finish_step(self, *, idle: bool) -> Finished:
+        """Copy in what has arrived; what ended since the last step. An idle engine naps here briefly."""
+        courier = self._running()
+        if idle and not (courier.receiver.news.is_set() or courier.sender.news.is_set()):
+            courier.receiver.news.wait(IDLE_WAIT_S)
+        finished = Finished(set(), set(), set())
+        for outcome in courier.receiver.take():
+            self._finish_receive(courier, outcome, finished)
+        self._closed.update(self._live.intersection(courier.sender.take_closed()))
+        for transfer_id in self._closed & self._held.keys():
+            finished.sending.add(self._held.pop(transfer_id))
+            self._forget(transfer_id)
+        return finished
+
+    def take_news(self) -> WorkerNews | None:
+        if not self._reports:
+            return None
+        reports, self._reports = self._reports, {}
+        return WorkerNews(reports)
+
+    def _running(self) -> Courier:
+        courier = self._courier
+        if courier is None:
+            raise CourierDied("the transfer thread was closed")
+        if courier.failure is not None:
+            raise CourierDied("the transfer thread died") from courier.failure
+        return courier
+
+    def _forget(self, transfer_id: str) -> None:
+        self._tables.pop(transfer_id, None)
+        self._closed.discard(transfer_id)
+        self._live.discard(transfer_id)
+
+    def _note(self, progress: SendProgress) -> None:
+        table = self._tables.get(progress.transfer_id)
+        if table is None:
+            self._tables[progress.transfer_id] = _Table(
+                progress.page_ids, progress.computed_tokens, progress.prompt_tokens
+            )
+        else:
+            table.page_ids = progress.page_ids
+            table.computed_tokens = progress.computed_tokens
+
+    def _ship_ready(
+        self, courier: Courier, transfer_id: str, table: _Table, first_page: int, wanted: int
+    ) -> None:
+        assert self._layout is not None
+        size = self._layout.block_size
+        # A page is complete after its last slot is written; the prompt's last page, when the prompt is.
+        whole = table.computed_tokens >= table.prompt_tokens
+        complete = len(table.page_ids) if whole else table.computed_tokens // size
+        group = max(1, GROUP_BYTES // self._layout.page_bytes)
+        while (start := first_page + table.shipped_pages) < min(complete, first_page + wanted):
+            end = min(start + group, complete, first_page + wanted)
+            page_ids = self._faults.pages(table.page_ids[start:end])
+            data = self._codec.encode(self._caches, page_ids)
+            table.shipped_pages += end - start
+            courier.sender.ship(transfer_id, start, end - start, data, Fence(data.device))
+
+    def _finish_receive(self, courier: Courier, outcome: Outcome, finished: Finished) -> None:
+        order = outcome.order
+        transfer_id = order.ticket.transfer_id
+        mine = self._open_receives.get(order.request_id) == transfer_id
+        cause = outcome.cause
+        if outcome.groups and mine:
+            for group in outcome.groups:
+                pages = order.page_ids[group.offset : group.offset + group.pages]
+                self._codec.decode(group.data, self._caches, pages)
+        if cause is None:
+            courier.later(partial(courier.receiver.copied, transfer_id))
+        if not mine:
+            return
+        del self._open_receives[order.request_id]
+        finished.receiving.add(order.request_id)
+        if cause is not None:
+            finished.failed.add(order.request_id)
+            if cause is not TransferCause.CANCELLED:
+                log.warning("transfer failed", extra={"request_id": order.request_id, "cause": cause})
+        self._reports[order.request_id] = HandoffReport(
+            outcome=HandoffOutcome.SHIPPED if cause is None else HandoffOutcome.RECOMPUTED,
+            pages=len(order.page_ids) if cause is None else 0,
+            wire_bytes=sum(group.data.numel() for group in outcome.groups),
+            seconds=self._now() - outcome.started_at,
+            cause=cause,
+        )

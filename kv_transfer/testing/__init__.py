@@ -1,0 +1,1 @@
+"""Faults on purpose. Off unless configured, and refused in production."""
