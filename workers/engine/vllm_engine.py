@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
@@ -35,17 +35,26 @@ class VllmEngine:
         engine_id: str,
         host: str,
         device: Device,
+        faults: Mapping[str, bool],
     ) -> None:
+        """
+        Args:
+            model_dir: folder with safetensors and tokenizer.
+            engine_id: 128 random bits in hex, fresh for every start.
+            host: the address that the engine binds.
+            faults: the connector's faults on purpose; empty outside tests.
+        """
         self._profile = profile
         self._environment = engine_environment(profile, phase, device, host)
         # The system's own temporary folder: a path of an ipc socket holds at most 107 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))
         endpoint = f"ipc://{self._folder}/gauges"
-        connector = {
+        connector: dict[str, Any] = {
             "engine_id": engine_id,
             "bind_host": host,
             "backend": _BACKEND[device],
             "gauges_endpoint": endpoint,
+            "faults": dict(faults),
         }
         self._arguments = engine_args(profile, phase, model_dir, engine_id, connector, device=device)
         self._gauges = GaugeClient(endpoint)

@@ -24,10 +24,14 @@ class ReplicaConfig:
     device: Device = "cpu"
     mode: Literal["dev", "production"] = "production"
     testing: Mapping[str, int] = field(default_factory=dict)
-    """Faults on purpose, in mode `dev` only. `drop_bus_frame: N` loses the N-th frame with tokens."""
+    """Faults on purpose, in mode `dev` only.
+
+    `drop_bus_frame: N` loses the N-th frame with tokens. `foreign_pages: true` ships pages
+    of another request.
+    """
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.testing) - {"drop_bus_frame"})
+        unknown = sorted(set(self.testing) - {"drop_bus_frame", "foreign_pages"})
         if unknown:
             raise ReplicaConfigError(f"testing.{unknown[0]}: no such fault")
         if self.testing and self.mode != "dev":
@@ -37,6 +41,9 @@ class ReplicaConfig:
 
     def model_profile(self) -> ModelProfile:
         return parse_profile(self.profile, source="replica configuration: profile")
+
+    def connector_faults(self) -> dict[str, bool]:
+        return {"foreign_pages": True} if self.testing.get("foreign_pages") else {}
 
     def drop(self) -> DropFrame | None:
         n = self.testing.get("drop_bus_frame")

@@ -60,6 +60,7 @@ def real_parts(config: ReplicaConfig, phase: Phase, replica_id: str) -> Parts:
         engine_id=engine_id,
         host=config.host,
         device=config.device,
+        faults=config.connector_faults(),
     )
     return Parts(
         engine=engine,

@@ -13,13 +13,13 @@ from workers.api import Phase
 
 Dtype = Literal["bfloat16", "float32", "float16"]
 KvFormat = Literal["bf16", "fp32", "fp16"]
-Count = Annotated[int, Ge(1)]
+Count = Annotated[int, Strict(), Ge(1)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)]
 ModelId = Annotated[
     str, StringConstraints(pattern=r"^@?[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$")
 ]
 
-_FORBID: Final = {"extra": "forbid", "strict": True}
+_FORBID: Final = {"extra": "forbid"}
 _FORMAT_OF: Final[Mapping[Dtype, KvFormat]] = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
 
@@ -59,7 +59,7 @@ class PhaseProfile:
     """Prompt tokens computed in one step; None: the engine's usual for its phase."""
     max_sequences: Count = 16
     """Requests computed in one step."""
-    tensor_parallel: Annotated[int, Ge(1), Le(1)] = 1
+    tensor_parallel: Annotated[int, Strict(), Ge(1), Le(1)] = 1
     threads: Count = 1
     """CPU threads of one engine. With more than the machine has cores for, throughput collapses."""
 
@@ -87,13 +87,13 @@ class ModelProfile:
     model_id: ModelId
     """What clients ask for, e.g. `@cf/huggingfacetb/smollm2-135m-instruct`."""
     weights: Weights
-    context_length: Annotated[int, Ge(64)]
+    context_length: Annotated[int, Strict(), Ge(64)]
     """Tokens of prompt and answer together."""
-    aliases: Annotated[tuple[ModelId, ...], Strict(False)] = ()
+    aliases: tuple[ModelId, ...] = ()
     """Other names of the same model."""
     source_revision: str | None = None
     """Where the weights come from, for the record."""
-    block_size: Annotated[int, Ge(16), MultipleOf(16)] = 32
+    block_size: Annotated[int, Strict(), Ge(16), MultipleOf(16)] = 32
     """Token slots in a cache page, on both sides."""
     tool_parser: None = None
     reasoning_parser: None = None
