@@ -1,0 +1,195 @@
+"""The composition root: prefill, decode and gateway as one Ray Serve application.
+
+Plain classes become deployments here and nowhere else. A deployment's configuration is visible to whoever
+reads the cluster's state: secrets are read inside the gateway's replica, from a private file.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+
+from deploy.config import SystemConfig
+from deploy.logs import log_to_file
+from deploy.state import read_private
+from gateway.config import GatewayConfig, GatewaySecrets, ModelFacts
+from gateway.ingress import GatewayReplica
+from workers.api import Phase
+from workers.pools.config import ReplicaConfig
+from workers.pools.decode import DecodeReplica
+from workers.pools.prefill import PrefillReplica
+from workers.pools.replica import QUEUE_FACTOR, real_parts
+from workers.profile.schema import ModelProfile, dump_profile
+from workers.profile.vllm_args import Device, engine_environment
+
+APP_NAME: Final = "phasegate"
+PREFILL: Final = "Prefill"
+DECODE: Final = "Decode"
+GATEWAY: Final = "Gateway"
+
+SERVE_ENVIRONMENT: Final = {
+    # Handles are built in the mode of the process that deploys: it stands in replicas *and* in the driver.
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+MARGIN: Final = 16
+"""Status, attach and refetch calls that a replica takes while it is full of requests."""
+LOGICAL_CPUS: Final = 0.1
+"""Cores are shared: what a replica may use is set by its threads, not by Ray's accounting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is to be served, from where."""
+
+    config: SystemConfig
+    profile: ModelProfile
+    model_dir: Path
+    gateway_secrets: Path
+    """A private file with `state_url` and `pepper` (hexadecimal)."""
+    logs: Path
+    """Each replica writes a file of its own here."""
+    device: Device = "cpu"
+    shutdown_grace_s: float = 10.0
+    """How long a replica that is told to stop may finish what is in it."""
+
+
+class PrefillDeployment(PrefillReplica):
+    async def __init__(self, config: ReplicaConfig, logs: str) -> None:  # type: ignore[misc]
+        log_to_file(Path(logs) / f"prefill-{_replica_id()}.log")
+        super().__init__(config, real_parts(config, Phase.PREFILL, _replica_id()))
+        await self.start()
+
+    async def __del__(self) -> None:
+        await self.stop()
+
+
+class DecodeDeployment(DecodeReplica):
+    async def __init__(self, config: ReplicaConfig, logs: str) -> None:  # type: ignore[misc]
+        log_to_file(Path(logs) / f"decode-{_replica_id()}.log")
+        super().__init__(config, real_parts(config, Phase.DECODE, _replica_id()))
+        await self.start()
+
+    async def __del__(self) -> None:
+        await self.stop()
+
+
+class GatewayDeployment(GatewayReplica):
+    async def __init__(  # type: ignore[misc]
+        self, config: GatewayConfig, secrets_file: str, logs: str, prefill: Any, decode: Any
+    ) -> None:
+        log_to_file(Path(logs) / f"gateway-{_replica_id()}.log")
+        super().__init__(config, read_gateway_secrets(Path(secrets_file)), prefill, decode)
+        await self.start()
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self.asgi
+
+    async def __del__(self) -> None:
+        await self.close()
+
+
+def _replica_id() -> str:
+    replica_id: str = serve.get_replica_context().replica_id.unique_id
+    return replica_id
+
+
+def read_gateway_secrets(path: Path) -> GatewaySecrets:
+    """Raises `StateError` when the file is missing or not private."""
+    raw = read_private(path)
+    return GatewaySecrets(state_url=raw["state_url"], pepper=bytes.fromhex(raw["pepper"]))
+
+
+def build(plan: Plan) -> Any:
+    """The Serve application, ready for `serve.run`."""
+    prefill = _pool(PREFILL, PrefillDeployment, plan, Phase.PREFILL)
+    decode = _pool(DECODE, DecodeDeployment, plan, Phase.DECODE)
+    gateway = serve.deployment(
+        name=GATEWAY,
+        num_replicas=1,
+        max_ongoing_requests=plan.config.limits.max_in_flight + MARGIN,
+        ray_actor_options=_actor_options(gateway_environment()),
+        graceful_shutdown_timeout_s=plan.shutdown_grace_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=5.0,
+        health_check_timeout_s=30.0,
+        max_constructor_retry_count=1,
+    )(serve.ingress()(GatewayDeployment))
+    return gateway.bind(gateway_config(plan), str(plan.gateway_secrets), str(plan.logs), prefill, decode)
+
+
+def _pool(name: str, cls: type[Any], plan: Plan, phase: Phase) -> Any:
+    part = plan.profile.phase(phase)
+    deployment = serve.deployment(
+        name=name,
+        num_replicas=part.replicas,
+        # A pinned call waits in silence at a full replica: the replica itself refuses before that.
+        max_ongoing_requests=part.max_sequences * (QUEUE_FACTOR + 1) + MARGIN,
+        ray_actor_options=_actor_options(
+            engine_environment(plan.profile, phase, plan.device, internal_host(plan))
+        ),
+        graceful_shutdown_timeout_s=plan.shutdown_grace_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=5.0,
+        health_check_timeout_s=30.0,
+        max_constructor_retry_count=1,
+        request_router_config=RequestRouterConfig(request_router_class="gateway.routing.pinned:PinnedRouter"),
+    )(cls)
+    return deployment.bind(replica_config(plan), str(plan.logs))
+
+
+def _actor_options(environment: dict[str, str]) -> dict[str, Any]:
+    return {
+        "num_cpus": LOGICAL_CPUS,
+        "runtime_env": {"env_vars": {**environment, **SERVE_ENVIRONMENT}},
+    }
+
+
+def internal_host(_: Plan) -> str:
+    """Where engines and the token bus listen: one machine, so loopback."""
+    return "127.0.0.1"
+
+
+def replica_config(plan: Plan) -> ReplicaConfig:
+    testing = {name: value for name, value in asdict(plan.config.testing).items() if value is not None}
+    mode: Literal["dev", "production"] = plan.config.mode
+    return ReplicaConfig(
+        profile=dump_profile(plan.profile),
+        model_dir=str(plan.model_dir),
+        host=internal_host(plan),
+        device=plan.device,
+        mode=mode,
+        testing=testing,
+    )
+
+
+def gateway_config(plan: Plan) -> GatewayConfig:
+    limits = plan.config.limits
+    return GatewayConfig(
+        model=ModelFacts(
+            id=plan.profile.model_id,
+            aliases=plan.profile.aliases,
+            model_dir=str(plan.model_dir),
+            context_length=plan.profile.context_length,
+            block_size=plan.profile.block_size,
+        ),
+        host=internal_host(plan),
+        mode=plan.config.mode,
+        max_body_bytes=limits.max_body_bytes,
+        max_in_flight=limits.max_in_flight,
+        request_timeout_s=limits.request_timeout_s,
+        silence_s=limits.silence_s,
+    )
+
+
+def gateway_environment() -> dict[str, str]:
+    """The gateway imports vLLM for its renderer and parsers; it computes nothing with it."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }

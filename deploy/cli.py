@@ -1,0 +1,121 @@
+"""The `phasegate` command: arguments in, one clear line out when something is wrong."""
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from deploy import commands
+from deploy.chat import ChatError
+from deploy.config import ConfigError
+from deploy.control import ControlError
+from deploy.detach import DetachError
+from deploy.logs import FORMAT
+from deploy.model_store import ModelError
+from deploy.redis_server import RedisError
+from deploy.signals import StopRequested
+from deploy.state import StateError
+from deploy.tenants import TenantError
+
+EXPECTED = (
+    ChatError,
+    ConfigError,
+    ControlError,
+    DetachError,
+    ModelError,
+    RedisError,
+    StateError,
+    TenantError,
+)
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="phasegate", description="Serverless LLM inference on this machine.")
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="COMMAND")
+
+    up = _verb(verbs, "up", "start the system and serve until Ctrl-C", commands.up)
+    up.add_argument("--profile", help="model profile: a name (see `model list`) or a file")
+    up.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
+    up.add_argument("--port", type=int, help="HTTP port (default 8600)")
+    up.add_argument("--detach", action="store_true", help="return when ready; serve in the background")
+    _state(up)
+
+    _state(_verb(verbs, "down", "stop the system", commands.down))
+
+    status = _verb(verbs, "status", "show replicas and gateways", commands.status)
+    status.add_argument("--json", action="store_true", help="as JSON")
+    _state(status)
+
+    chat = _verb(verbs, "chat", "talk to the running model", commands.chat)
+    chat.add_argument("message", nargs="?", help="one message; without it, a conversation")
+    chat.add_argument("--max-tokens", type=_positive, default=256)
+    _state(chat)
+
+    key = verbs.add_parser("key", help="API keys of the running system")
+    keys = key.add_subparsers(dest="key_verb", required=True, metavar="COMMAND")
+    create = _verb(keys, "create", "make a key; it is shown once", commands.key_create)
+    create.add_argument("--account", help="name or id of the account; made if it is new")
+    create.add_argument("--models", nargs="+", default=[], metavar="ID", help="only these models")
+    create.add_argument("--expires", metavar="WHEN", help="like 30d, 12h, or a date")
+    _state(create)
+    _state(_verb(keys, "list", "list accounts and keys", commands.key_list))
+    revoke = _verb(keys, "revoke", "make a key void", commands.key_revoke)
+    revoke.add_argument("id", help="the key's id, as `key list` shows it")
+    _state(revoke)
+
+    model = verbs.add_parser("model", help="models on this machine")
+    models = model.add_subparsers(dest="model_verb", required=True, metavar="COMMAND")
+    prepare = _verb(models, "prepare", "make an embedded model ready", commands.model_prepare)
+    prepare.add_argument("name")
+    prepare.add_argument("--verify", action="store_true", help="check every byte against the record")
+    add = _verb(models, "add", "register a model folder", commands.model_add)
+    add.add_argument("path", type=Path)
+    add.add_argument("--name", help="name of its profile (default: the folder's)")
+    _verb(models, "list", "list model profiles", commands.model_list)
+    return top
+
+
+def _verb(
+    among: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    text: str,
+    act: Callable[[argparse.Namespace], int],
+) -> argparse.ArgumentParser:
+    made = among.add_parser(name, help=text, description=text)
+    made.set_defaults(act=act)
+    return made
+
+
+def _state(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--state", type=Path, metavar="DIR", help="state folder of this system")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0 done, 1 failed with one clear message, 2 wrong arguments, 130 told to stop."""
+    options = parser().parse_args(arguments)
+    logging.basicConfig(format=FORMAT, level=logging.WARNING, stream=sys.stderr)
+    try:
+        status: int = options.act(options)
+    except EXPECTED as bad:
+        print(f"phasegate: error: {bad}", file=sys.stderr)
+        return 1
+    except (KeyboardInterrupt, StopRequested):
+        print("phasegate: stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; say nothing more
+        return 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Ray and Serve for one system: a cluster of its own, private, started and ended by the supervisor."""
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from deploy.app import APP_NAME, DECODE, GATEWAY, PREFILL, SERVE_ENVIRONMENT
+
+OBJECT_STORE_BYTES: Final = 100 * 1024**2
+LOGICAL_CPUS: Final = 16
+"""More than there are: replicas share cores, and their threads are set by the profile."""
+SHUTDOWN_TIMEOUT_S: Final = 40.0
+
+log = logging.getLogger(__name__)
+
+
+class ClusterError(Exception):
+    """The cluster or the application did not come up. The message has what it said last."""
+
+
+def start_ray(scratch: Path) -> None:
+    """A local cluster whose files lie in `scratch`, which must have a short path (it holds sockets).
+
+    The environment of the caller is inherited by every process of the cluster.
+    """
+    os.environ.update(SERVE_ENVIRONMENT)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=LOGICAL_CPUS,
+        object_store_memory=OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        configure_logging=True,
+        _temp_dir=str(scratch / "ray"),
+        _node_ip_address="127.0.0.1",
+    )
+
+
+def start_serve(host: str, port: int) -> None:
+    """Serve's controller and its HTTP proxy, which answers 404 until an application is deployed."""
+    from ray import serve
+    from ray.serve.config import HTTPOptions
+
+    serve.start(
+        http_options=HTTPOptions(host=host, port=port),
+        logging_config={"enable_access_log": False, "log_level": "WARNING"},
+    )
+
+
+def deploy(application: Any) -> None:
+    """Hands the application to Serve and returns at once: see `progress`."""
+    from ray import serve
+
+    target = serve.RunTarget(
+        application,
+        name=APP_NAME,
+        route_prefix="/",
+        logging_config={"enable_access_log": False, "log_level": "WARNING"},
+    )
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def progress() -> tuple[bool, frozenset[str]]:
+    """Whether all of it runs, and which deployments do not yet.
+
+    Raises:
+        ClusterError: Serve has given up.
+    """
+    from ray import serve
+
+    application = serve.status().applications.get(APP_NAME)
+    if application is None:
+        return False, frozenset({PREFILL, DECODE, GATEWAY})
+    if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+        said = [d.message for d in application.deployments.values() if d.status != "HEALTHY" and d.message]
+        raise ClusterError("\n".join([*said, application.message]).strip())
+    waiting = frozenset(name for name, d in application.deployments.items() if d.status != "HEALTHY")
+    return application.status == "RUNNING", waiting
+
+
+def stop(say: Callable[[str], None]) -> None:
+    """Drains and ends the application and the cluster, within a bound. Idempotent."""
+    import ray
+
+    if not ray.is_initialized():
+        return
+
+    def shut_down() -> None:
+        from ray import serve
+
+        try:
+            serve.shutdown()
+        except Exception:
+            log.exception("serve.shutdown.failed")
+
+    # A dead controller would hold this for ever; what then remains is ended by its marker.
+    worker = threading.Thread(target=shut_down, daemon=True)
+    worker.start()
+    worker.join(SHUTDOWN_TIMEOUT_S)
+    if worker.is_alive():
+        say("the application does not end in time; ending its processes")
+    ray.shutdown()
+
+
+def keep_logs(scratch: Path, logs: Path) -> None:
+    """Moves the cluster's own logs to `logs`/ray, in place of those of the run before."""
+    session = scratch / "ray" / "session_latest" / "logs"
+    if session.is_dir():
+        target = logs / "ray"
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(session.resolve(), target, ignore=_not_a_file, dirs_exist_ok=True)
+
+
+def _not_a_file(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if not ((p := Path(folder, name)).is_file() or p.is_dir())]

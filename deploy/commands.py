@@ -1,0 +1,234 @@
+"""What each `phasegate` command does. Heavy parts are imported by the commands that need them."""
+
+import json
+import sys
+import time
+from argparse import Namespace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from deploy import config as configuration
+from deploy import control, detach, model_store, profiles
+from deploy.processes import end_marked
+from deploy.state import StateDir, StateError, clear_runtime, held, open_state, read_private, read_runtime
+
+DOWN_TIMEOUT_S: Final = 90.0
+
+
+def say(line: str) -> None:
+    """To the person at the terminal, at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def state_of(options: Namespace) -> StateDir:
+    return open_state(options.state or configuration.default_state_dir())
+
+
+def up(options: Namespace) -> int:
+    if options.detach:
+        return _up_detached(options)
+    from deploy.local import Ready, StartError, Supervisor
+    from deploy.progress import progress_bar
+
+    config = configuration.load(options.config, profile=options.profile, port=options.port)
+    state = state_of(options)
+
+    def on_ready(ready: Ready) -> None:
+        say(welcome(ready.base_url, ready.models[0], state))
+
+    with progress_bar(say) as progress:
+        supervisor = Supervisor(
+            state,
+            config,
+            configuration.cache_dir(),
+            say=lambda text: say(f"phasegate: {text}"),
+            progress=progress,
+        )
+        try:
+            supervisor.run(on_ready)
+        except StartError as bad:
+            sys.stderr.write(f"phasegate: error: {bad}\n")
+            return 1
+    say("phasegate: stopped")
+    return 0
+
+
+def welcome(base_url: str, model: str, state: StateDir) -> str:
+    """What is told when the system is ready."""
+    return "\n".join(
+        (
+            f"phasegate: ready at {base_url}",
+            f"phasegate: the API key is in {state.local} (api_key)",
+            "",
+            "  KEY=$(python3 -c \"import json; print(json.load(open('"
+            + str(state.local)
+            + "'))['api_key'])\")",
+            f'  curl {base_url}/v1/chat/completions -H "authorization: Bearer $KEY" \\',
+            "    -H 'content-type: application/json' \\",
+            f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'',
+            "",
+        )
+    )
+
+
+def _up_detached(options: Namespace) -> int:
+    configuration.load(options.config, profile=options.profile, port=options.port)  # fail here, not there
+    state = state_of(options)
+    if held(state):
+        raise StateError(_running(state))
+    arguments = ["--state", str(state.root)]
+    for name in ("profile", "config", "port"):
+        value = getattr(options, name)
+        if value is not None:
+            arguments += [f"--{name}", str(value)]
+    detach.start(arguments, state, say=say)
+    return 0
+
+
+def _running(state: StateDir) -> str:
+    pid = state.lock.read_text().strip()
+    return f"already running with state folder {state.root} (pid {pid}): stop it with `phasegate down`"
+
+
+def down(options: Namespace) -> int:
+    state = state_of(options)
+    if not held(state):
+        ended = end_marked(state.marker)
+        clear_runtime(state)
+        say(f"phasegate: nothing runs with state folder {state.root}" + (" (cleaned up)" if ended else ""))
+        return 0
+    runtime = read_runtime(state)
+    if runtime is None:
+        raise StateError(f"a supervisor is just starting or ending with {state.root}: try again")
+    control.ask(runtime.control_socket, "POST", "/stop")
+    deadline = time.monotonic() + DOWN_TIMEOUT_S
+    while held(state):
+        if time.monotonic() > deadline:
+            raise StateError(
+                f"pid {runtime.pid} does not end: see {state.logs / 'supervisor.log'}; kill it, then run this again"
+            )
+        time.sleep(0.1)
+    say("phasegate: stopped")
+    return 0
+
+
+def running_socket(state: StateDir) -> str:
+    """The control socket of the system that runs there.
+
+    Raises:
+        StateError: none does.
+    """
+    runtime = read_runtime(state) if held(state) else None
+    if runtime is None:
+        raise StateError(f"nothing runs with state folder {state.root}: start it with `phasegate up`")
+    return runtime.control_socket
+
+
+def status(options: Namespace) -> int:
+    state = state_of(options)
+    answer = control.ask(running_socket(state), "GET", "/status")
+    if options.json:
+        say(json.dumps(answer, indent=2))
+        return 0
+    say(
+        f"{'REPLICA':<12}{'PHASE':<10}{'FORMAT':<8}{'PID':>8}{'FREE':>14}{'RUN':>6}{'WAIT':>6}{'MOVING':>8}{'BUS':>6}"
+    )
+    for row in answer["replicas"]:
+        pages = f"{row['free_pages']}/{row['total_pages']}"
+        say(
+            f"{row['id']:<12}{row['phase']:<10}{row['format']:<8}{row['pid']:>8}{pages:>14}"
+            f"{row['running']:>6}{row['waiting']:>6}{row['in_flight_transfers']:>8}{row['bus_queue']:>6}"
+        )
+    for row in answer["gateways"]:
+        say(f"gateway {row['id']}  pid {row['pid']}  in flight {row['in_flight']}")
+    if not state.local.exists():
+        say("not ready yet")
+    return 0
+
+
+def chat(options: Namespace) -> int:
+    from deploy.chat import converse
+
+    state = state_of(options)
+    running_socket(state)
+    if not state.local.exists():
+        raise StateError("the system is not ready yet")
+    return converse(read_private(state.local), options.message, max_tokens=options.max_tokens)
+
+
+def key_create(options: Namespace) -> int:
+    from deploy import tenants
+
+    expires = None if options.expires is None else tenants.expiry(options.expires, datetime.now(UTC))
+
+    async def act(store: Any) -> tuple[str, str, str]:
+        account = await tenants.account(store, options.account or tenants.FIRST_ACCOUNT)
+        key, record = await store.create_key(account, tuple(options.models), expires)
+        return account, record.id, key
+
+    account, key_id, key = tenants.with_running_store(state_of(options), act)
+    say(json.dumps({"account_id": account, "key_id": key_id, "api_key": key}, indent=2))
+    return 0
+
+
+def key_list(options: Namespace) -> int:
+    from deploy import tenants
+
+    async def act(store: Any) -> list[tuple[Any, list[Any]]]:
+        return [(account, await store.keys_of(account.id)) for account in await store.accounts()]
+
+    for account, records in tenants.with_running_store(state_of(options), act):
+        say(f"{account.id}  {account.name}")
+        for record in records:
+            until = "never" if record.expires_at is None else _date(record.expires_at)
+            models = ", ".join(record.models) or "all models"
+            say(f"  {record.id}  made {_date(record.created_at)}  expires {until}  {models}")
+    return 0
+
+
+def _date(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def key_revoke(options: Namespace) -> int:
+    from deploy import tenants
+
+    async def act(store: Any) -> bool:
+        revoked: bool = await store.revoke(options.id)
+        return revoked
+
+    if not tenants.with_running_store(state_of(options), act):
+        raise tenants.TenantError(f"no key has the id {options.id!r}: see `phasegate key list`")
+    say(f"{options.id} is void")
+    return 0
+
+
+def model_prepare(options: Namespace) -> int:
+    from deploy.progress import progress_bar
+
+    cache = configuration.cache_dir()
+    with progress_bar(say) as progress:
+        folder = model_store.prepare(options.name, cache, progress=progress)
+    if options.verify:
+        wrong = model_store.problems(folder, full=True)
+        if wrong:
+            raise model_store.ModelError(
+                f"{folder}: {'; '.join(wrong)}: remove the folder and prepare it again"
+            )
+    say(str(folder))
+    return 0
+
+
+def model_add(options: Namespace) -> int:
+    added = profiles.add(Path(options.path), options.name, configuration.cache_dir())
+    say(f"profile {added.name}: {added.path}")
+    say(f"serve it with `phasegate up --profile {added.name}`")
+    return 0
+
+
+def model_list(options: Namespace) -> int:
+    for profile in profiles.known(configuration.cache_dir()):
+        say(f"{profile.name:<24}{'own' if profile.own else 'shipped':<10}{profile.path}")
+    return 0

@@ -1,0 +1,233 @@
+"""The supervisor's control surface: HTTP over a unix socket in the private state folder.
+
+GET  /status          what `phasegate status --json` prints
+GET  /requests/{id}   figures of one finished request
+POST /stop            begin to stop; answers at once
+"""
+
+import asyncio
+import http.client
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from workers.api import Phase, ReplicaStatus
+
+ANSWER_TIMEOUT_S: Final = 5.0
+"""A replica that does not answer in time is left out of the status."""
+START_TIMEOUT_S: Final = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class ControlError(Exception):
+    """The supervisor does not answer, or answers that it cannot."""
+
+
+class Fleet(Protocol):
+    """What the control surface asks. Called in the control surface's own event loop only."""
+
+    async def replicas(self) -> list[ReplicaStatus]: ...
+
+    async def gateways(self) -> list[dict[str, Any]]: ...
+
+    async def request(self, request_id: str) -> dict[str, Any] | None: ...
+
+
+class NoFleet:
+    """Before there is one."""
+
+    async def replicas(self) -> list[ReplicaStatus]:
+        return []
+
+    async def gateways(self) -> list[dict[str, Any]]:
+        return []
+
+    async def request(self, request_id: str) -> dict[str, Any] | None:
+        return None
+
+
+class ServeFleet:
+    """The running application, asked through Serve handles. Make it in the loop that will use it."""
+
+    def __init__(self) -> None:
+        from ray import serve
+
+        from deploy.app import APP_NAME, DECODE, GATEWAY, PREFILL
+        from gateway.dispatch.pools import ServePool
+
+        self._pool = ServePool(
+            serve.get_deployment_handle(PREFILL, APP_NAME), serve.get_deployment_handle(DECODE, APP_NAME)
+        )
+        self._gateways = serve.get_deployment_handle(GATEWAY, APP_NAME)
+
+    async def replicas(self) -> list[ReplicaStatus]:
+        asked = [(phase, replica) for phase in Phase for replica in self._pool.replicas(phase)]
+        answers = await asyncio.gather(*(self._status(phase, replica) for phase, replica in asked))
+        return [answer for answer in answers if answer is not None]
+
+    async def _status(self, phase: Phase, replica: str) -> ReplicaStatus | None:
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                answer = await self._pool.status(phase, replica)
+        except TimeoutError:
+            log.warning("replica %s does not answer", replica)
+            return None
+        return answer if isinstance(answer, ReplicaStatus) else None
+
+    async def gateways(self) -> list[dict[str, Any]]:
+        return await self._broadcast("status")
+
+    async def request(self, request_id: str) -> dict[str, Any] | None:
+        found = await self._broadcast("request_summary", request_id)
+        return next((summary for summary in found if summary is not None), None)
+
+    async def _broadcast(self, method: str, *args: str) -> list[Any]:
+        """Answers of the gateways that gave one in time."""
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                results = await self._gateways.broadcast(method, *args).results_async(return_exceptions=True)
+        except TimeoutError:
+            return []
+        return [result for result in results if not isinstance(result, BaseException)]
+
+
+class ControlServer:
+    """Runs in a thread of its own, so that it answers while the supervisor starts, waits and stops."""
+
+    def __init__(self, path: Path, stop: Callable[[], None]) -> None:
+        self._path = path
+        self._stop = stop
+        self._fleet: Fleet = NoFleet()
+        self._phase = "starting"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: Any = None
+        self._thread = threading.Thread(target=self._run, name="control", daemon=True)
+        self._started = threading.Event()
+
+    def start(self) -> None:
+        """Returns when the socket answers.
+
+        Raises:
+            ControlError: it does not.
+        """
+        self._thread.start()
+        if not self._started.wait(START_TIMEOUT_S) or self._server is None:
+            raise ControlError(f"cannot listen on {self._path}")
+
+    def use(self, make: Callable[[], Fleet], phase: str) -> None:
+        """From now on answer from the fleet that `make` gives: called in the server's event loop."""
+        assert self._loop is not None
+
+        async def switch() -> None:
+            self._fleet, self._phase = make(), phase
+
+        asyncio.run_coroutine_threadsafe(switch(), self._loop).result(START_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Idempotent. Ends requests in progress."""
+        if self._server is not None and self._thread.is_alive():
+            self._server.should_exit = True
+            self._server.force_exit = True
+            self._thread.join(START_TIMEOUT_S)
+        self._path.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        import uvicorn
+
+        self._loop = asyncio.get_running_loop()
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            self._path.unlink(missing_ok=True)
+            listener.bind(str(self._path))  # its folder is private from the start, so nobody slips in
+            self._path.chmod(0o600)
+            listener.listen()
+            config = uvicorn.Config(self._app(), log_config=None, access_log=False, lifespan="off")
+            self._server = uvicorn.Server(config)
+            self._loop.call_soon(self._started.set)
+            await self._server.serve(sockets=[listener])
+        except OSError:
+            log.exception("control.listen.failed path=%s", self._path)
+        finally:
+            listener.close()
+            self._started.set()
+
+    def _app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/status", self._status),
+                Route("/requests/{request_id}", self._request),
+                Route("/stop", self._stop_route, methods=["POST"]),
+            ]
+        )
+
+    async def _status(self, _: Request) -> Response:
+        replicas, gateways = await asyncio.gather(self._fleet.replicas(), self._fleet.gateways())
+        return JSONResponse(status_json(replicas, gateways))
+
+    async def _request(self, request: Request) -> Response:
+        summary = await self._fleet.request(request.path_params["request_id"])
+        return JSONResponse(summary) if summary else JSONResponse({"error": "unknown request"}, 404)
+
+    async def _stop_route(self, _: Request) -> Response:
+        self._stop()
+        return JSONResponse({"pid": os.getpid(), "was": self._phase})
+
+
+def status_json(replicas: list[ReplicaStatus], gateways: list[dict[str, Any]]) -> dict[str, Any]:
+    """What `phasegate status --json` prints: gauges only, sorted by id."""
+    return {
+        "replicas": sorted((asdict(replica) for replica in replicas), key=lambda row: row["id"]),
+        "gateways": sorted(gateways, key=lambda row: row["id"]),
+    }
+
+
+def stop_self() -> None:
+    """The same way out as a signal from outside."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._socket_path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._socket_path)
+
+
+def ask(socket_path: str, method: str, path: str, *, timeout_s: float = 15.0) -> dict[str, Any]:
+    """One exchange with a supervisor.
+
+    Raises:
+        ControlError: nobody answers, or the answer is an error.
+    """
+    connection = _UnixConnection(socket_path, timeout_s)
+    try:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        body = json.loads(answer.read())
+    except (OSError, ValueError, http.client.HTTPException) as bad:
+        raise ControlError(f"the supervisor does not answer on {socket_path}: {bad}") from None
+    finally:
+        connection.close()
+    if answer.status != 200 or not isinstance(body, dict):
+        raise ControlError(f"the supervisor refuses {path}: {body}")
+    return body

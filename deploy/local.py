@@ -1,0 +1,272 @@
+"""Local mode: the whole system on one machine, under one supervisor.
+
+Everything is started in order, each wait has a bound and says what it waits for, and whatever happens
+(a signal at any moment, a failing part) ends with everything stopped and nothing left behind.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from deploy import model_store, profiles, tenants
+from deploy.config import ConfigError, SystemConfig
+from deploy.control import ControlServer, ServeFleet, stop_self
+from deploy.processes import MARKER, end_marked
+from deploy.redis_server import RedisServer, start_redis
+from deploy.signals import StopRequested, StopSwitch
+from deploy.state import (
+    Runtime,
+    Secrets,
+    StateDir,
+    StateLock,
+    clear_runtime,
+    load_or_create_secrets,
+    make_runtime,
+    write_private,
+)
+from workers.profile.schema import ModelProfile, ProfileError, parse_profile
+
+APPLICATION_TIMEOUT_S: Final = 300.0
+READY_TIMEOUT_S: Final = 60.0
+WATCH_EVERY_S: Final = 1.0
+REMIND_EVERY_S: Final = 15.0
+
+Say = Callable[[str], None]
+log = logging.getLogger(__name__)
+
+
+class StartError(Exception):
+    """The system did not start. The message says which part, and what it said last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    base_url: str
+    account_id: str
+    api_key: str
+    models: tuple[str, ...]
+
+
+def load_profile(name: str, cache: Path) -> ModelProfile:
+    """Raises `ConfigError` when there is no such profile, or it is wrong."""
+    raw, source = profiles.read(name, cache)
+    try:
+        return parse_profile(raw, source=source)
+    except ProfileError as bad:
+        raise ConfigError(str(bad)) from None
+
+
+def model_dir(profile: ModelProfile, cache: Path, progress: model_store.Progress) -> Path:
+    """The folder of the profile's weights, made or checked now.
+
+    Raises:
+        ModelError: it cannot be used.
+    """
+    if profile.weights.embedded is not None:
+        return model_store.prepare(profile.weights.embedded, cache, progress=progress)
+    assert profile.weights.path is not None
+    folder = Path(profile.weights.path).expanduser()
+    longest = model_store.inspect_own(folder).context_length
+    if profile.context_length > longest:
+        raise model_store.ModelError(
+            f"context_length: {profile.context_length} is more than the {longest} of the model in {folder}"
+        )
+    return folder
+
+
+class Supervisor:
+    """Owns everything that runs for one state folder, from `run` to its return."""
+
+    def __init__(
+        self,
+        state: StateDir,
+        config: SystemConfig,
+        cache: Path,
+        *,
+        say: Say,
+        progress: model_store.Progress = model_store.no_progress,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._state = state
+        self._config = config
+        self._cache = cache
+        self._say = say
+        self._progress = progress
+        self._now = now
+        self._switch = StopSwitch()
+
+    def run(self, on_ready: Callable[[Ready], None]) -> None:
+        """Start, serve until told to stop, stop.
+
+        Raises:
+            StateError: another supervisor holds the state folder. Nothing was touched then.
+            StartError, and the errors of the parts: it did not start. Everything is stopped again.
+            StopRequested: it was told to stop before it was ready. Everything is stopped again.
+        """
+        lock = StateLock(self._state)
+        lock.acquire()
+        self._switch.install()
+        with contextlib.ExitStack() as undo:
+            undo.callback(lock.release)
+            undo.callback(clear_runtime, self._state)
+            undo.callback(self._end_leftovers)
+            self._end_leftovers()
+            clear_runtime(self._state)
+            try:
+                with self._switch.interrupting():
+                    redis, ready = self._start(undo)
+                    on_ready(ready)
+                self._watch(redis)
+            finally:
+                self._state.local.unlink(missing_ok=True)
+                self._say("stopping")
+
+    def _start(self, undo: contextlib.ExitStack) -> tuple[RedisServer | None, Ready]:
+        profile = load_profile(self._config.profile, self._cache)
+        self._check_port()
+        secrets = load_or_create_secrets(self._state)
+        os.environ[MARKER] = self._state.marker
+        undo.callback(os.environ.pop, MARKER, None)
+        runtime = make_runtime(self._state)
+        control = ControlServer(Path(runtime.control_socket), stop_self)
+        undo.callback(control.close)
+        control.start()
+
+        self._say(f"model: {profile.name}")
+        folder = model_dir(profile, self._cache, self._progress)
+        self._switch.check()
+        redis, state_url = self._start_redis(secrets, undo)
+        self._start_application(profile, folder, runtime, undo)
+        control.use(ServeFleet, "ready")
+        ready = self._become_ready(profile, state_url, secrets)
+        return redis, ready
+
+    def _check_port(self) -> None:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self._config.host, self._config.port))
+            except OSError as bad:
+                raise StartError(
+                    f"port {self._config.port} on {self._config.host} cannot be used ({bad.strerror}): "
+                    "choose another one with --port"
+                ) from None
+
+    def _start_redis(self, secrets: Secrets, undo: contextlib.ExitStack) -> tuple[RedisServer | None, str]:
+        """The server, unless the configuration names one; and the address to use."""
+        server: RedisServer | None = None
+        url = self._config.redis.state_url
+        if url is None:
+            self._say("redis: starting")
+            log_file = self._state.logs / "redis.log"
+            server = start_redis(self._state.redis, secrets.redis_password, log_file)
+            undo.callback(server.stop)
+            url = server.url
+        write_private(self._state.gateway_secrets, {"state_url": url, "pepper": secrets.pepper})
+        return server, url
+
+    def _start_application(
+        self, profile: ModelProfile, folder: Path, runtime: Runtime, undo: contextlib.ExitStack
+    ) -> None:
+        from deploy import app, cluster
+
+        scratch = Path(runtime.scratch)
+        self._say("ray: starting")
+        undo.callback(cluster.keep_logs, scratch, self._state.logs)
+        undo.callback(cluster.stop, self._say)
+        cluster.start_ray(scratch)
+        cluster.start_serve(self._config.host, self._config.port)
+        self._switch.install()  # Ray has set handlers of its own
+        self._switch.check()
+        plan = app.Plan(
+            config=self._config,
+            profile=profile,
+            model_dir=folder,
+            gateway_secrets=self._state.gateway_secrets,
+            logs=self._state.logs,
+        )
+        cluster.deploy(app.build(plan))
+        self._await_application()
+
+    def _await_application(self) -> None:
+        from deploy import cluster
+
+        started = self._now()
+        told: frozenset[str] | None = None
+        told_at = started
+        while True:
+            try:
+                running, waiting = cluster.progress()
+            except cluster.ClusterError as bad:
+                raise StartError(f"the application did not start:\n{bad}") from None
+            if running:
+                return
+            now = self._now()
+            names = ", ".join(sorted(waiting)) or "Serve"
+            if now - started > APPLICATION_TIMEOUT_S:
+                raise StartError(f"{names} not ready after {APPLICATION_TIMEOUT_S:.0f} s")
+            if waiting != told or now - told_at > REMIND_EVERY_S:
+                self._say(f"waiting for {names} ({now - started:.0f} s)")
+                told, told_at = waiting, now
+            if self._switch.wait(0.25):
+                raise StopRequested
+
+    def _become_ready(self, profile: ModelProfile, state_url: str, secrets: Secrets) -> Ready:
+        base_url = f"http://{self._config.host}:{self._config.port}"
+        self._say("waiting for engines to join the gateway")
+        deadline = self._now() + READY_TIMEOUT_S
+        answer = "no answer"
+        while True:
+            try:
+                response = httpx.get(f"{base_url}/readyz", timeout=5, trust_env=False)
+                if response.status_code == 200:
+                    break
+                answer = f"HTTP {response.status_code}"
+            except httpx.HTTPError as bad:
+                answer = type(bad).__name__
+            if self._now() > deadline:
+                raise StartError(f"{base_url}/readyz is not ready after {READY_TIMEOUT_S:.0f} s: {answer}")
+            if self._switch.wait(0.2):
+                raise StopRequested
+        owner = tenants.first_key(state_url, secrets.pepper, self._state)
+        ready = Ready(
+            base_url=base_url,
+            account_id=owner.account_id,
+            api_key=owner.api_key,
+            models=(profile.model_id, *profile.aliases),
+        )
+        write_private(
+            self._state.local,
+            {
+                "base_url": ready.base_url,
+                "account_id": ready.account_id,
+                "api_key": ready.api_key,
+                "models": list(ready.models),
+            },
+        )
+        return ready
+
+    def _watch(self, redis: RedisServer | None) -> None:
+        """Returns when the switch is thrown.
+
+        Raises:
+            StartError: Redis is gone, without which no key can be checked.
+        """
+        while not self._switch.wait(WATCH_EVERY_S):
+            if redis is not None and (code := redis.process.poll()) is not None:
+                raise StartError(
+                    f"redis ended by itself (status {code}): see {self._state.logs / 'redis.log'}"
+                )
+
+    def _end_leftovers(self) -> None:
+        ended = end_marked(self._state.marker)
+        if ended:
+            log.warning("ended processes left over: %s", ended)
