@@ -105,9 +105,9 @@ class Call:
         self._s.bus.subscribe(self._job.request_id, self._on_item)
         if self._prefill_replica:
             self._s.fleet.enter(
-                self._prefill_replica, self._job.request_id, lambda: self._tell(flow.PrefillFailed())
+                self._prefill_replica, self._job.request_id, lambda: self._tell(flow.PrefillLost())
             )
-        self._s.fleet.enter(self._decode_replica, self._job.request_id, self._on_decode_lost)
+        self._s.fleet.enter(self._decode_replica, self._job.request_id, lambda: self._tell(flow.DecodeLost()))
         self._state, actions = flow.start(with_prefill=needs_prefill)
         self._perform(actions)
         return self
@@ -189,9 +189,6 @@ class Call:
 
     def _on_item(self, item: Item) -> None:
         self._tell(flow.Arrived(item.attempt, item.first_index, item.token_ids))
-
-    def _on_decode_lost(self) -> None:
-        self._tell(flow.DecodeFailed(self._state.attempt, FaultKind.ENGINE_DEAD))
 
     def _advance(self, event: flow.Event) -> tuple[flow.Action, ...]:
         self._state, actions = flow.step(self._state, event)

@@ -47,6 +47,8 @@ class DecodeReturned:
 
 @dataclass(frozen=True, slots=True)
 class DecodeFailed:
+    """The call has ended."""
+
     attempt: int
     fault: FaultKind
 
@@ -58,7 +60,17 @@ class PrefillReturned:
 
 @dataclass(frozen=True, slots=True)
 class PrefillFailed:
-    pass
+    """The call has ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLost:
+    """The replica is gone or silent. Its call may never return, and neither will its pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLost:
+    """The replica is gone or silent. Its call may never return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +113,8 @@ Event = (
     | DecodeFailed
     | PrefillReturned
     | PrefillFailed
+    | PrefillLost
+    | DecodeLost
     | Settled
     | Refetched
     | RefetchFailed
@@ -222,6 +236,10 @@ def step(state: State, event: Event) -> Step:
             return replace(state, prefill_running=False), ()
         case PrefillFailed():
             return _restart_alone(replace(state, prefill_running=False))
+        case PrefillLost():
+            return _restart_alone(state)
+        case DecodeLost():
+            return _end(state, Fail(FaultKind.ENGINE_DEAD))
         case StopFound():
             return _end(state, Finish(state.result))
         case ClientGone():

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from gateway.errors import InvalidRequest
 from workers.api import Sampling
@@ -38,9 +38,21 @@ class _Closed(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
+def _encodable(text: str) -> str:
+    """JSON can spell half a surrogate pair; no tokenizer can take it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("string_unicode", "") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
 class TextPart(_Closed):
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 def _content_form(value: object) -> str:
@@ -48,7 +60,7 @@ def _content_form(value: object) -> str:
 
 
 Content = Annotated[
-    Annotated[str, Tag("<string>")] | Annotated[list[TextPart], Tag("<parts>"), Field(min_length=1)],
+    Annotated[Text, Tag("<string>")] | Annotated[list[TextPart], Tag("<parts>"), Field(min_length=1)],
     Discriminator(_content_form),
 ]
 
@@ -79,7 +91,7 @@ def _stop_form(value: object) -> str:
     return "<list>" if isinstance(value, list) else "<string>"
 
 
-StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+StopString = Annotated[Text, Field(min_length=1, max_length=1024)]
 Stop = Annotated[
     Annotated[StopString, Tag("<string>")]
     | Annotated[list[StopString], Tag("<list>"), Field(max_length=MAX_STOPS)],
@@ -103,7 +115,7 @@ class _Common(_Closed):
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     n: Literal[1] = 1
-    cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
+    cache_salt: Text | None = Field(default=None, min_length=1, max_length=256)
     options: Options = Options()
     # Accepted without effect.
     user: str | None = None
@@ -119,7 +131,7 @@ class RunBody(_Common):
     """`POST ai/run/{model}`."""
 
     model: str | None = None
-    prompt: str | None = Field(default=None, min_length=1)
+    prompt: Text | None = Field(default=None, min_length=1)
     messages: list[ChatMessage] | None = Field(default=None, min_length=1)
     raw: bool = False
 

@@ -1,0 +1,122 @@
+"""A whole gateway in this process: real HTTP surface, real bus, scripted engines, keys in a dictionary."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import httpx
+from starlette.applications import Starlette
+
+from gateway.app import create_app
+from gateway.config import GatewayConfig, ModelFacts
+from gateway.dispatch import driver
+from gateway.dispatch.bus_receiver import BusReceiver
+from gateway.dispatch.fleet import Fleet
+from gateway.dispatch.summary import Summaries
+from gateway.errors import StateUnavailable
+from gateway.services import Capacity, ServedModel, Services
+from gateway.tenants.model import Account, KeyRecord, Tenant
+from workers.api import Phase
+
+from tests.support.engine_pool import FakePool, Script
+from tests.support.renderer import ByteRenderer
+
+MODEL, OTHER_MODEL = "@cf/example/small", "@cf/example/other"
+ACCOUNT = "a" * 32
+KEY, LIMITED_KEY = "pg_" + "k" * 43, "pg_" + "l" * 43
+RUN = f"/client/v4/accounts/{ACCOUNT}/ai/run/{MODEL}"
+CHAT = "/v1/chat/completions"
+AUTH = {"authorization": f"Bearer {KEY}"}
+
+
+class FixedKeys:
+    """`KEY` may use everything, `LIMITED_KEY` only `OTHER_MODEL`."""
+
+    def __init__(self) -> None:
+        account = Account(id=ACCOUNT, name="tests", cache_salt="salt")
+        free = KeyRecord(id="key_free", account_id=ACCOUNT, created_at=0)
+        limited = replace(free, id="key_limited", models=(OTHER_MODEL,))
+        self._tenants = {
+            KEY: Tenant(account=account, key=free),
+            LIMITED_KEY: Tenant(account=account, key=limited),
+        }
+        self.reachable = True
+
+    async def resolve(self, key: str) -> Tenant | None:
+        if not self.reachable:
+            raise StateUnavailable(retry_after_s=1)
+        return self._tenants.get(key)
+
+
+@dataclass
+class TestGateway:
+    __test__ = False
+
+    app: Starlette
+    pool: FakePool
+    keys: FixedKeys
+    bus: BusReceiver
+    fleet: Fleet
+    summaries: Summaries
+    capacity: Capacity
+    client: httpx.AsyncClient
+
+
+class ManualClock:
+    def __init__(self) -> None:
+        self.at = 1000.0
+
+    def now(self) -> float:
+        return self.at
+
+
+@asynccontextmanager
+async def running_gateway(
+    script: Script | None = None,
+    *,
+    attach: bool = True,
+    max_in_flight: int = 8,
+    request_timeout_s: float = 10.0,
+    max_body_bytes: int = 100_000,
+) -> AsyncIterator[TestGateway]:
+    """Afterwards nothing may be left over: no call, no subscription, no slot."""
+    pool, clock = FakePool(script), ManualClock()
+    fleet = Fleet(pool, gateway_id="g1", silence_s=10.0, now=clock.now, sleep=_never)
+    bus = BusReceiver("127.0.0.1", fleet.heard)
+    bus.start()
+    engines = driver.Services(
+        pool=pool,
+        fleet=fleet,
+        bus=bus,
+        gateway_id="g1",
+        block_size=16,
+        request_timeout_s=request_timeout_s,
+        summaries=Summaries(),
+        settle_s=0.02,
+    )
+    facts = ModelFacts(id=MODEL, aliases=("small",), model_dir="", context_length=200, block_size=16)
+    models = tuple(
+        ServedModel(facts=each, renderer=ByteRenderer(), engines=engines)
+        for each in (facts, replace(facts, id=OTHER_MODEL, aliases=()))
+    )
+    keys, capacity = FixedKeys(), Capacity(max_in_flight)
+    config = GatewayConfig(model=facts, max_body_bytes=max_body_bytes)
+    app = create_app(
+        Services(config=config, keys=keys, models=models, capacity=capacity, wall_clock=lambda: 1.7e9)
+    )
+    if attach:
+        fleet.refresh(bus.address)
+        while not fleet.ready():
+            await asyncio.sleep(0)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+        yield TestGateway(app, pool, keys, bus, fleet, engines.summaries, capacity, client)
+    await bus.close()
+    pool.close()
+    assert (capacity.in_flight, bus.subscribed, fleet.in_flight) == (0, 0, 0), "something was left over"
+    assert not any(pool.running.values()), f"calls left running: {pool.running}"
+    assert set(pool.present) == set(Phase)
+
+
+async def _never(_: float) -> None:
+    await asyncio.Event().wait()

@@ -1,0 +1,353 @@
+"""What a client gets from both dialects, through the real HTTP surface, bus and dispatch."""
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from gateway.errors import ApiError
+from tests.support.asgi import Exchange
+from tests.support.engine_pool import Script
+from tests.support.gateways import ACCOUNT, AUTH, CHAT, KEY, MODEL, RUN, running_gateway
+from workers.api import FaultKind
+
+ASK = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT_ASK = ASK | {"model": MODEL}
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """The stream's events; `[DONE]` as a string."""
+    lines = [block.removeprefix("data: ") for block in answer.text.split("\n\n") if block]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+async def test_native_answer_is_text_and_usage_in_the_envelope() -> None:
+    async with running_gateway() as gateway:
+        answer = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == {
+        "result": {
+            "response": "Hello, world.",
+            "usage": {
+                "prompt_tokens": 8,
+                "completion_tokens": 14,
+                "total_tokens": 22,
+                "prompt_tokens_details": {"cached_tokens": 7},
+                "completion_tokens_details": {"reasoning_tokens": 0},
+            },
+        },
+        "success": True,
+        "errors": [],
+        "messages": [],
+    }
+
+
+async def test_native_stream_ends_with_usage_and_done() -> None:
+    async with running_gateway() as gateway:
+        answer = await gateway.client.post(RUN, json=ASK | {"stream": True}, headers=AUTH)
+
+    *texts, last, done = events(answer)
+    assert answer.headers["content-type"] == "text/event-stream"
+    assert "".join(event["response"] for event in texts) == "Hello, world."
+    assert all(set(event) == {"response", "p"} for event in texts)
+    assert last["usage"]["completion_tokens"] == 14
+    assert done == "[DONE]"
+
+
+async def test_openai_stream_has_one_role_one_finish_and_usage_without_choices() -> None:
+    ask = CHAT_ASK | {"stream": True, "stream_options": {"include_usage": True}}
+    async with running_gateway() as gateway:
+        answer = await gateway.client.post(CHAT, json=ask, headers=AUTH)
+
+    first, *middle, finish, usage, done = events(answer)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(event["choices"][0]["delta"]["content"] for event in middle) == "Hello, world."
+    assert all(event["choices"][0]["finish_reason"] is None for event in (first, *middle))
+    assert (finish["choices"][0]["delta"], finish["choices"][0]["finish_reason"]) == ({}, "stop")
+    assert usage["choices"] == []
+    assert usage["usage"]["total_tokens"] == 22
+    assert done == "[DONE]"
+
+
+async def test_openai_stream_has_no_usage_unless_asked_for() -> None:
+    async with running_gateway() as gateway:
+        answer = await gateway.client.post(CHAT, json=CHAT_ASK | {"stream": True}, headers=AUTH)
+
+    assert not any("usage" in event for event in events(answer)[:-1])
+
+
+async def test_openai_client_completes_a_chat_streamed_and_not() -> None:
+    async with running_gateway() as gateway:
+        client = openai.AsyncOpenAI(
+            api_key=KEY,
+            base_url=f"http://gateway/client/v4/accounts/{ACCOUNT}/ai/v1",
+            http_client=gateway.client,
+        )
+        whole = await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}]
+        )
+        stream = await client.chat.completions.create(
+            model="small", messages=[{"role": "user", "content": "hi"}], stream=True
+        )
+        streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+        listed = [model.id async for model in client.models.list()]
+
+    assert whole.choices[0].message.content == streamed == "Hello, world."
+    assert whole.choices[0].finish_reason == "stop"
+    assert MODEL in listed
+
+
+async def test_characters_of_several_tokens_are_never_split() -> None:
+    async with running_gateway(Script(answer="naïve 🦜 日本", chunk=1)) as gateway:
+        answer = await gateway.client.post(RUN, json=ASK | {"stream": True}, headers=AUTH)
+
+    texts = [event["response"] for event in events(answer)[:-2]]
+    assert "".join(texts) == "naïve 🦜 日本"
+    assert "�" not in answer.text
+
+
+async def test_answer_cut_by_max_tokens_says_length_and_counts_its_tokens() -> None:
+    async with running_gateway() as gateway:
+        answer = await gateway.client.post(CHAT, json=CHAT_ASK | {"max_tokens": 4}, headers=AUTH)
+
+    assert answer.json()["choices"][0]["message"]["content"] == "Hell"
+    assert answer.json()["choices"][0]["finish_reason"] == "length"
+    assert answer.json()["usage"]["completion_tokens"] == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_string_ends_the_answer_cancels_the_engine_and_bills_up_to_its_last_token(
+    stream: bool,
+) -> None:
+    script = Script(answer="one STOP two three", chunk=4, hold_at=3)
+    async with running_gateway(script) as gateway:
+        ask = CHAT_ASK | {"stop": ["STOP"], "stream": stream, "stream_options": {"include_usage": True}}
+        answer = await gateway.client.post(CHAT, json=ask, headers=AUTH)
+        cancelled = gateway.pool.cancelled["decode"]
+
+    if stream:
+        whole = events(answer)
+        text = "".join(e["choices"][0]["delta"].get("content", "") for e in whole[:-2])
+        usage, reason = whole[-2]["usage"], whole[-3]["choices"][0]["finish_reason"]
+    else:
+        choice = answer.json()["choices"][0]
+        text, usage, reason = choice["message"]["content"], answer.json()["usage"], choice["finish_reason"]
+    assert (text, reason, usage["completion_tokens"]) == ("one ", "stop", len("one STOP"))
+    assert cancelled == 1
+
+
+async def test_prefill_and_decode_get_the_same_prompt_transfer_and_salt() -> None:
+    async with running_gateway() as gateway:
+        await gateway.client.post(RUN, json=ASK | {"cache_salt": "mine"}, headers=AUTH)
+        (prefill,), (decode,) = gateway.pool.prefills, gateway.pool.decodes
+
+    assert prefill.token_ids == decode.token_ids
+    assert prefill.transfer_id == decode.transfer_id
+    assert (prefill.decode_engine, decode.prefill_engine) == ("engine-d1", "engine-p1")
+    assert prefill.cache_salt == decode.cache_salt == "salt/mine"
+    assert len(decode.request_id) == 32
+
+
+async def test_prompt_of_one_token_is_not_prefilled_elsewhere() -> None:
+    async with running_gateway() as gateway:
+        answer = await gateway.client.post(RUN, json={"prompt": "x", "raw": True}, headers=AUTH)
+        (decode,) = gateway.pool.decodes
+        prefills = gateway.pool.prefills
+
+    assert answer.status_code == 200
+    assert (prefills, decode.transfer_id, decode.prefill_engine) == ([], None, None)
+
+
+async def test_bare_prompt_is_a_user_message_unless_raw() -> None:
+    async with running_gateway() as gateway:
+        await gateway.client.post(RUN, json={"prompt": "hey"}, headers=AUTH)
+        await gateway.client.post(RUN, json={"prompt": "hey", "raw": True}, headers=AUTH)
+        templated, raw = (bytes(request.token_ids) for request in gateway.pool.decodes)
+
+    assert (templated, raw) == (b"user:hey\n", b"hey")
+
+
+async def test_failed_prefill_restarts_decode_alone() -> None:
+    script = Script(prefill_fault=FaultKind.INTERNAL, wait_for_prefill=True)
+    async with running_gateway(script) as gateway:
+        answer = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+        first, second = gateway.pool.decodes
+        summary = gateway.summaries.get(answer.headers["x-request-id"])
+
+    assert answer.json()["result"]["response"] == "Hello, world."
+    assert (first.attempt, second.attempt, second.transfer_id) == (0, 1, None)
+    assert summary
+    assert summary["attempts"] == 2
+
+
+async def test_prefill_that_still_runs_at_the_first_token_is_cancelled() -> None:
+    async with running_gateway(Script(prefill_hangs=True)) as gateway:
+        answer = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+        cancelled = gateway.pool.cancelled["prefill"]
+
+    assert answer.status_code == 200
+    assert cancelled == 1
+
+
+@pytest.mark.parametrize("lost", [{0}, {2}, {4}, {0, 1, 2, 3, 4}])
+async def test_lost_frames_are_fetched_again_and_the_text_is_whole(lost: set[int]) -> None:
+    async with running_gateway(Script(lose=lost)) as gateway:
+        answer = await gateway.client.post(RUN, json=ASK | {"stream": True}, headers=AUTH)
+        refetched = gateway.pool.refetched_from
+
+    *texts, _, done = events(answer)
+    assert "".join(event["response"] for event in texts) == "Hello, world."
+    assert done == "[DONE]"
+    assert refetched[0] == min(lost) * 3
+
+
+async def test_lost_frame_that_nobody_remembers_ends_the_stream_in_an_error_not_a_hole() -> None:
+    async with running_gateway(Script(lose={2}, forget=True)) as gateway:
+        answer = await gateway.client.post(CHAT, json=CHAT_ASK | {"stream": True}, headers=AUTH)
+
+    _, *texts, error = events(answer)
+    assert "".join(event["choices"][0]["delta"]["content"] for event in texts) == "Hello,"
+    assert error["error"]["code"] == "stream_incomplete"
+    assert "[DONE]" not in answer.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_fault_before_the_first_token_is_a_status_also_when_streaming(stream: bool) -> None:
+    async with running_gateway(Script(fault=FaultKind.BUSY)) as gateway:
+        answer = await gateway.client.post(CHAT, json=CHAT_ASK | {"stream": stream}, headers=AUTH)
+
+    assert (answer.status_code, answer.json()["errors"][0]["code"]) == (429, 3040)
+    assert int(answer.headers["retry-after"]) > 0
+
+
+async def test_fault_after_the_first_token_is_an_event_and_no_done() -> None:
+    async with running_gateway(Script(fault=FaultKind.ENGINE_DEAD, hold_at=2)) as gateway:
+        exchange = Exchange(gateway.app, RUN, ASK | {"stream": True}, AUTH)
+        start = await exchange.message()
+        gateway.pool.script.release.set()
+        await asyncio.wait_for(exchange.task, 5)
+        bodies = b"".join([body async for body in _rest(exchange)])
+        request_id = dict(start["headers"])[b"x-request-id"].decode()
+        summary = gateway.summaries.get(request_id)
+
+    assert start["status"] == 200
+    assert b'"code":"engine_lost"' in bodies.split(b"\n\n")[-2]
+    assert b"[DONE]" not in bodies
+    assert summary
+    assert summary["status"] == "engine_lost"
+
+
+async def test_replica_that_disappears_ends_its_streams_at_once() -> None:
+    async with running_gateway(Script(hold_at=2)) as gateway:
+        exchange = Exchange(gateway.app, RUN, ASK | {"stream": True}, AUTH)
+        assert (await exchange.message())["status"] == 200
+        await exchange.message()
+        gateway.pool.present = {phase: () for phase in gateway.pool.present}
+        gateway.fleet.refresh(gateway.bus.address)
+        await asyncio.wait_for(exchange.task, 5)
+        bodies = [exchange_body async for exchange_body in _rest(exchange)]
+
+    assert b"engine_lost" in b"".join(bodies)
+    assert b"[DONE]" not in b"".join(bodies)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_that_leaves_cancels_both_engines(stream: bool) -> None:
+    """Streams are left after their first text; other requests while they wait for theirs."""
+    async with running_gateway(Script(hold_at=1 if stream else 0, prefill_hangs=not stream)) as gateway:
+        exchange = Exchange(gateway.app, RUN, ASK | {"stream": stream}, AUTH)
+        if stream:
+            await exchange.message()
+            await exchange.message()
+        while not gateway.pool.running["decode"]:
+            await asyncio.sleep(0)
+        exchange.hang_up()
+        await asyncio.wait_for(exchange.task, 5)
+
+        assert gateway.pool.cancelled["decode"] == 1
+        assert gateway.pool.cancelled["prefill"] == (not stream)
+
+
+async def test_abandoned_streams_give_their_slots_back() -> None:
+    async with running_gateway(Script(hold_at=1), max_in_flight=1) as gateway:
+        for _ in range(6):
+            exchange = Exchange(gateway.app, RUN, ASK | {"stream": True}, AUTH)
+            await exchange.message()
+            exchange.hang_up()
+            await asyncio.wait_for(exchange.task, 5)
+        gateway.pool.script.release.set()
+        answer = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+
+    assert answer.status_code == 200
+
+
+async def test_cancelled_server_task_cancels_the_engines() -> None:
+    async with running_gateway(Script(hold_at=0)) as gateway:
+        exchange = Exchange(gateway.app, RUN, ASK, AUTH)
+        while not gateway.pool.running["decode"]:
+            await asyncio.sleep(0)
+        exchange.task.cancel()
+        await asyncio.wait([exchange.task])
+
+        assert gateway.pool.cancelled["decode"] == 1
+
+
+async def test_request_beyond_the_cap_is_refused_with_retry_after() -> None:
+    async with running_gateway(Script(hold_at=0), max_in_flight=1) as gateway:
+        first = Exchange(gateway.app, RUN, ASK, AUTH)
+        while not gateway.pool.running["decode"]:
+            await asyncio.sleep(0)
+        refused = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+        gateway.pool.script.release.set()
+        await asyncio.wait_for(first.task, 5)
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "capacity_exceeded")
+    assert int(refused.headers["retry-after"]) > 0
+
+
+async def test_request_past_its_deadline_ends_and_is_cancelled_in_the_engine() -> None:
+    async with running_gateway(Script(hold_at=0), request_timeout_s=0.05) as gateway:
+        answer = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+        cancelled = gateway.pool.cancelled["decode"]
+
+    assert (answer.status_code, answer.json()["errors"][0]["code"], cancelled) == (408, 3007, 1)
+
+
+async def test_malformed_frame_disturbs_no_stream() -> None:
+    async with running_gateway(Script(hold_at=1)) as gateway:
+        exchange = Exchange(gateway.app, RUN, ASK | {"stream": True}, AUTH)
+        await exchange.message()
+        await gateway.pool.send_raw(b"\xff not a frame")
+        gateway.pool.script.release.set()
+        await asyncio.wait_for(exchange.task, 5)
+        bodies = b"".join([body async for body in _rest(exchange)])
+        malformed = gateway.bus.malformed
+
+    assert malformed == 1
+    assert bodies.endswith(b"data: [DONE]\n\n")
+
+
+async def test_summary_of_a_finished_request_tells_the_path_taken() -> None:
+    async with running_gateway() as gateway:
+        answer = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+        summary = gateway.summaries.get(answer.headers["x-request-id"])
+
+    assert summary
+    assert (summary["prefill_replica"], summary["decode_replica"]) == ("p1", "d1")
+    assert (summary["handoff"], summary["pages"], summary["wire_bytes"]) == ("shipped", 2, 64)
+    assert (summary["status"], summary["output_tokens"]) == ("finished", 14)
+    assert summary["ttft_s"] <= summary["seconds"]
+
+
+async def _rest(exchange: Exchange) -> Any:
+    while not exchange.drained():
+        yield (await exchange.message()).get("body", b"")
+
+
+def test_no_error_is_an_answer_with_status_200() -> None:
+    assert all(kind.status >= 400 for kind in ApiError.__subclasses__())
