@@ -8,6 +8,7 @@ import zmq
 import zmq.asyncio
 
 from kv_transfer.api import HandoffOutcome, HandoffReport
+from tests.support.renderer import END, tokens_of
 from workers.api import (
     BUS_VERSION,
     DecodeRequest,
@@ -26,8 +27,6 @@ from workers.api import (
     WorkerFault,
 )
 from workers.api.bus import encode
-
-from tests.support.renderer import END, tokens_of
 
 
 @dataclass
@@ -65,6 +64,8 @@ class FakePool:
         self.cancelled: Counter[str] = Counter()
         self.running: Counter[str] = Counter()
         self.refetched_from: list[int] = []
+        self.decoding = asyncio.Event()
+        """A decode call has come."""
         self._made: dict[str, tuple[int, ...]] = {}
         self._context = zmq.asyncio.Context()
         self._sockets: dict[str, zmq.asyncio.Socket] = {}
@@ -107,6 +108,7 @@ class FakePool:
 
     async def decode(self, replica_id: str, request: DecodeRequest) -> DecodeResult | WorkerFault:
         self.decodes.append(request)
+        self.decoding.set()
         with self._counted("decode"):
             if self.script.wait_for_prefill and request.transfer_id:
                 await asyncio.Event().wait()

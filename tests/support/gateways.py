@@ -17,10 +17,9 @@ from gateway.dispatch.summary import Summaries
 from gateway.errors import StateUnavailable
 from gateway.services import Capacity, ServedModel, Services
 from gateway.tenants.model import Account, KeyRecord, Tenant
-from workers.api import Phase
-
 from tests.support.engine_pool import FakePool, Script
 from tests.support.renderer import ByteRenderer
+from workers.api import Phase
 
 MODEL, OTHER_MODEL = "@cf/example/small", "@cf/example/other"
 ACCOUNT = "a" * 32
@@ -107,8 +106,9 @@ async def running_gateway(
     )
     if attach:
         fleet.refresh(bus.address)
-        while not fleet.ready():
+        for _ in range(5):  # the attach tasks need a few passes of the loop
             await asyncio.sleep(0)
+        assert fleet.ready()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
         yield TestGateway(app, pool, keys, bus, fleet, engines.summaries, capacity, client)
     await bus.close()

@@ -247,7 +247,7 @@ async def test_replica_that_disappears_ends_its_streams_at_once() -> None:
         exchange = Exchange(gateway.app, RUN, ASK | {"stream": True}, AUTH)
         assert (await exchange.message())["status"] == 200
         await exchange.message()
-        gateway.pool.present = {phase: () for phase in gateway.pool.present}
+        gateway.pool.present = dict.fromkeys(gateway.pool.present, ())
         gateway.fleet.refresh(gateway.bus.address)
         await asyncio.wait_for(exchange.task, 5)
         bodies = [exchange_body async for exchange_body in _rest(exchange)]
@@ -264,8 +264,7 @@ async def test_client_that_leaves_cancels_both_engines(stream: bool) -> None:
         if stream:
             await exchange.message()
             await exchange.message()
-        while not gateway.pool.running["decode"]:
-            await asyncio.sleep(0)
+        await gateway.pool.decoding.wait()
         exchange.hang_up()
         await asyncio.wait_for(exchange.task, 5)
 
@@ -289,8 +288,7 @@ async def test_abandoned_streams_give_their_slots_back() -> None:
 async def test_cancelled_server_task_cancels_the_engines() -> None:
     async with running_gateway(Script(hold_at=0)) as gateway:
         exchange = Exchange(gateway.app, RUN, ASK, AUTH)
-        while not gateway.pool.running["decode"]:
-            await asyncio.sleep(0)
+        await gateway.pool.decoding.wait()
         exchange.task.cancel()
         await asyncio.wait([exchange.task])
 
@@ -300,8 +298,7 @@ async def test_cancelled_server_task_cancels_the_engines() -> None:
 async def test_request_beyond_the_cap_is_refused_with_retry_after() -> None:
     async with running_gateway(Script(hold_at=0), max_in_flight=1) as gateway:
         first = Exchange(gateway.app, RUN, ASK, AUTH)
-        while not gateway.pool.running["decode"]:
-            await asyncio.sleep(0)
+        await gateway.pool.decoding.wait()
         refused = await gateway.client.post(RUN, json=ASK, headers=AUTH)
         gateway.pool.script.release.set()
         await asyncio.wait_for(first.task, 5)

@@ -1,0 +1,47 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.dispatch.bus_receiver import BusReceiver
+from workers.api import BUS_VERSION, Frame, Item
+from workers.api.bus import encode
+
+
+def frame(*items: Item, version: int = BUS_VERSION) -> bytes:
+    return encode(Frame(version=version, engine_id="e", items=items))
+
+
+def item(request_id: str) -> Item:
+    return Item(request_id=request_id, attempt=0, first_index=0, token_ids=(1,))
+
+
+def test_items_go_to_their_request_and_to_nobody_after_it_left() -> None:
+    bus, got = BusReceiver("127.0.0.1", lambda _: None), list[Item]()
+    bus.subscribe("r1", got.append)
+
+    bus.feed(frame(item("r1"), item("r2")))
+    bus.unsubscribe("r1")
+    bus.feed(frame(item("r1")))
+
+    assert got == [item("r1")]
+    assert bus.unclaimed == 2
+
+
+def test_frame_of_another_version_is_counted_and_not_read() -> None:
+    frames: list[Frame] = []
+    bus, got = BusReceiver("127.0.0.1", frames.append), list[Item]()
+    bus.subscribe("r1", got.append)
+
+    bus.feed(frame(item("r1"), version=BUS_VERSION + 1))
+
+    assert (got, frames, bus.malformed) == ([], [], 1)
+
+
+@given(st.binary(max_size=40))
+def test_no_bytes_at_all_can_stop_the_receiver(data: bytes) -> None:
+    bus, got = BusReceiver("127.0.0.1", lambda _: None), list[Item]()
+    bus.subscribe("r1", got.append)
+
+    bus.feed(data)
+    bus.feed(frame(item("r1")))
+
+    assert got == [item("r1")]

@@ -1,0 +1,107 @@
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from gateway.dispatch.fleet import Fleet
+from tests.support.clock import FakeClock
+from tests.support.engine_pool import FakePool
+from workers.api import BUS_VERSION, FaultKind, Frame, Gauges, Phase, ReplicaInfo, WorkerFault
+
+
+class Watched:
+    """A fleet under a clock that the test moves."""
+
+    def __init__(self, pool: FakePool) -> None:
+        self.pool = pool
+        self.clock = FakeClock()
+        self.fleet = Fleet(pool, gateway_id="g", silence_s=10.0, now=self.clock.now, sleep=self.clock.sleep)
+        self.task = asyncio.create_task(self.fleet.watch("tcp://127.0.0.1:1"))
+
+    def hear(self, replica_id: str, **gauges: int) -> None:
+        known = Gauges(**{"free_pages": 50, "running": 0, "waiting": 0} | gauges)
+        self.fleet.heard(Frame(version=BUS_VERSION, engine_id=f"engine-{replica_id}", items=(), gauges=known))
+
+
+@pytest.fixture
+async def watched() -> AsyncIterator[Watched]:
+    pool = FakePool()
+    watched = Watched(pool)
+    await watched.clock.advance(0.1)
+    yield watched
+    watched.task.cancel()
+    await asyncio.wait([watched.task])
+    pool.close()
+
+
+async def test_replicas_that_exist_are_attached_and_make_it_ready(watched: Watched) -> None:
+    assert watched.fleet.ready()
+
+
+async def test_silent_replica_loses_its_requests_and_is_not_chosen_until_it_speaks(watched: Watched) -> None:
+    lost: list[str] = []
+    watched.fleet.enter("d1", "r1", lambda: lost.append("r1"))
+    for _ in range(22):
+        await watched.clock.advance(0.5)
+        watched.hear("p1")
+
+    assert lost == ["r1"]
+    assert watched.fleet.candidates(Phase.DECODE) == ()
+    assert len(watched.fleet.candidates(Phase.PREFILL)) == 1
+
+    watched.hear("d1")
+    assert len(watched.fleet.candidates(Phase.DECODE)) == 1
+
+
+async def test_removed_replica_loses_its_requests_at_once(watched: Watched) -> None:
+    lost: list[str] = []
+    watched.fleet.enter("d1", "r1", lambda: lost.append("r1"))
+    watched.fleet.enter("d1", "r2", lambda: lost.append("r2"))
+    watched.fleet.leave("d1", "r2")
+    watched.pool.present[Phase.DECODE] = ()
+    await watched.clock.advance(0.3)
+
+    assert lost == ["r1"]
+    assert not watched.fleet.ready()
+
+
+async def test_load_is_the_larger_of_the_replicas_word_and_our_own_count(watched: Watched) -> None:
+    watched.hear("d1", running=1, waiting=1, free_pages=7)
+    for number in range(3):
+        watched.fleet.enter("d1", f"r{number}", lambda: None)
+    (ours,) = watched.fleet.candidates(Phase.DECODE)
+    watched.hear("d1", running=4, waiting=1, free_pages=7)
+    (theirs,) = watched.fleet.candidates(Phase.DECODE)
+
+    assert (ours.load, theirs.load, ours.free_pages) == (3, 5, 7)
+
+
+async def test_failed_attach_is_tried_again() -> None:
+    class Refusing(FakePool):
+        refusals = 2
+
+        async def attach(self, phase: Phase, *args: str) -> ReplicaInfo | WorkerFault:
+            if self.refusals:
+                self.refusals -= 1
+                return WorkerFault(kind=FaultKind.BUSY)
+            return await super().attach(phase, *args)
+
+    pool = Refusing()
+    watched = Watched(pool)
+    await watched.clock.advance(2.0)
+    ready = watched.fleet.ready()
+    watched.task.cancel()
+    await asyncio.wait([watched.task])
+    pool.close()
+
+    assert ready
+
+
+async def test_own_delay_is_not_taken_for_the_engines_silence(watched: Watched) -> None:
+    """The process was held up for a minute; frames that wait in its socket were not read yet."""
+    lost: list[str] = []
+    watched.fleet.enter("d1", "r1", lambda: lost.append("r1"))
+    watched.clock.jump(60)
+    await watched.clock.advance(0.3)
+
+    assert lost == []
