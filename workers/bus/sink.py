@@ -28,12 +28,14 @@ OpenSink = Callable[[str], FrameSink]
 class ZmqSink:
     """Connects in the background; frames queue meanwhile."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.SNDHWM, QUEUED_FRAMES)
+    def __init__(self, address: str, *, queued_frames: int = QUEUED_FRAMES) -> None:
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.SNDHWM, queued_frames)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, _KEEPALIVE_MS)
-        self._events = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._events: zmq.Socket[bytes] = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         self._connected = False
         self._socket.connect(address)
 
@@ -52,10 +54,5 @@ class ZmqSink:
 
     def close(self) -> None:
         self._socket.disable_monitor()
+        self._events.close(linger=0)
         self._socket.close(linger=0)
-
-
-def zmq_sinks() -> OpenSink:
-    """A factory of sinks that share one ZeroMQ context."""
-    context = zmq.Context(1)
-    return lambda address: ZmqSink(context, address)

@@ -35,7 +35,7 @@ class VllmEngine:
         engine_id: str,
         host: str,
         device: Device,
-        faults: Mapping[str, bool],
+        faults: Mapping[str, Any],
     ) -> None:
         """
         Args:

@@ -13,7 +13,7 @@ from typing import Any, Final
 from kv_transfer.api import EngineGauges
 from workers.api import FaultKind, Gauges, Phase, ReplicaInfo, ReplicaStatus, WorkerFault
 from workers.bus.publisher import Publisher
-from workers.bus.sink import OpenSink, zmq_sinks
+from workers.bus.sink import OpenSink, ZmqSink
 from workers.engine.base import Engine, EngineFault
 from workers.pools.config import ReplicaConfig
 from workers.pools.lifecycle import Intake, Refusal, Stage
@@ -67,7 +67,7 @@ def real_parts(config: ReplicaConfig, phase: Phase, replica_id: str) -> Parts:
         engine_id=engine_id,
         replica_id=replica_id,
         registry=RayRegistry(),
-        open_sink=zmq_sinks(),
+        open_sink=ZmqSink,
     )
 
 

@@ -1,0 +1,29 @@
+import zmq
+
+from workers.bus.sink import ZmqSink
+
+
+def test_frames_arrive_in_order_and_the_sink_knows_that_its_gateway_is_there() -> None:
+    context = zmq.Context()
+    pull = context.socket(zmq.PULL)
+    port = pull.bind_to_random_port("tcp://127.0.0.1")
+    sink = ZmqSink(f"tcp://127.0.0.1:{port}")
+    try:
+        assert sink.send(b"one")
+        assert sink.send(b"two")
+        assert [pull.recv(), pull.recv()] == [b"one", b"two"]
+        assert sink.connected()
+    finally:
+        sink.close()
+        pull.close(linger=0)
+        context.term()
+
+
+def test_a_queue_without_a_reader_fills_up_and_send_never_waits() -> None:
+    sink = ZmqSink("tcp://127.0.0.1:9", queued_frames=10)
+    try:
+        accepted = [sink.send(b"x") for _ in range(20)]
+        assert accepted == [True] * 10 + [False] * 10
+        assert not sink.connected()
+    finally:
+        sink.close()

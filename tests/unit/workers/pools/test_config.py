@@ -1,0 +1,40 @@
+from typing import Any
+
+import pytest
+
+from tests.support.replicas import PROFILE
+from workers.api import BUS_VERSION, Frame
+from workers.pools.config import ReplicaConfig, ReplicaConfigError
+
+
+def a_config(**changes: Any) -> ReplicaConfig:
+    return ReplicaConfig(**({"profile": PROFILE, "model_dir": "/models/tiny"} | changes))
+
+
+def test_production_refuses_faults_on_purpose() -> None:
+    with pytest.raises(ReplicaConfigError, match="mode is dev"):
+        a_config(testing={"drop_bus_frame": 3})
+
+
+@pytest.mark.parametrize(
+    ("testing", "named"),
+    [({"drop_bus": 1}, "drop_bus"), ({"drop_bus_frame": 0}, "drop_bus_frame")],
+)
+def test_a_fault_that_does_not_exist_is_named(testing: dict[str, int], named: str) -> None:
+    with pytest.raises(ReplicaConfigError, match=rf"testing\.{named}:"):
+        a_config(mode="dev", testing=testing)
+
+
+def test_exactly_the_nth_frame_is_dropped() -> None:
+    drop = a_config(mode="dev", testing={"drop_bus_frame": 2}).drop()
+    frame = Frame(version=BUS_VERSION, engine_id="e", items=())
+
+    assert drop is not None
+    assert [drop(frame) for _ in range(4)] == [False, True, False, False]
+
+
+def test_without_testing_nothing_is_dropped_or_shipped_wrong() -> None:
+    config = a_config()
+
+    assert config.drop() is None
+    assert config.connector_faults() == {}

@@ -1,0 +1,127 @@
+import os
+
+import pytest
+
+from tests.support.engines import ScriptedEngine
+from tests.support.replicas import Bench, a_decode, settle
+from workers.api import FaultKind, Gauges, Phase, WorkerFault
+from workers.engine.base import EngineFault
+from workers.pools.decode import DecodeReplica
+
+
+async def test_a_started_replica_is_in_the_registry_and_a_stopped_one_is_not() -> None:
+    bench = Bench()
+    replica = await bench.decode_replica()
+    assert bench.registry.engines["d1"] == ("tcp://127.0.0.1:7001",)
+
+    await replica.stop()
+    await replica.stop()
+
+    assert "d1" not in bench.registry.engines
+    assert bench.engine.closed == 1
+
+
+async def test_a_stopped_replica_refuses() -> None:
+    replica = await Bench().decode_replica()
+    await replica.stop()
+
+    answer = await replica.decode(a_decode())
+
+    assert isinstance(answer, WorkerFault)
+    assert answer.kind is FaultKind.DRAINING
+
+
+async def test_a_replica_not_started_yet_refuses_as_busy() -> None:
+    bench = Bench()
+    replica = DecodeReplica(bench.config, bench.parts("d1"))
+
+    answer = await replica.decode(a_decode())
+
+    assert isinstance(answer, WorkerFault)
+    assert answer.kind is FaultKind.BUSY
+
+
+async def test_an_engine_that_does_not_start_is_closed_and_the_fault_is_raised() -> None:
+    bench = Bench(ScriptedEngine(start_fails=True))
+    replica = DecodeReplica(bench.config, bench.parts("d1"))
+
+    with pytest.raises(EngineFault):
+        await replica.start()
+
+    assert bench.engine.closed == 1
+    assert "d1" not in bench.registry.engines
+
+
+async def test_attach_is_idempotent_and_tells_the_facts() -> None:
+    bench = Bench()
+    replica = await bench.decode_replica()
+
+    first = await replica.attach("g1", "tcp://g1")
+    second = await replica.attach("g1", "tcp://g1")
+
+    assert first == second
+    assert (first.engine_id, first.phase, first.format) == ("d1", Phase.DECODE, "bf16")
+    assert (first.block_size, first.total_pages, first.pid) == (16, 64, os.getpid())
+    assert not bench.board["tcp://g1"].closed
+
+
+async def test_every_attached_gateway_gets_heartbeats_with_gauges() -> None:
+    bench = Bench()
+    replica = await bench.prefill_replica()
+    await replica.attach("g1", "tcp://g1")
+    await replica.attach("g2", "tcp://g2")
+
+    await bench.clock.tick(0.5)
+    await bench.clock.tick(0.5)
+
+    for address in ("tcp://g1", "tcp://g2"):
+        frames = bench.board[address].frames
+        assert [frame.items for frame in frames] == [(), ()]
+        assert frames[0].gauges == Gauges(free_pages=60, running=0, waiting=0)
+        assert frames[0].engine_id == "p9"
+
+
+async def test_heartbeats_outlast_a_slow_answer_but_not_a_silent_engine() -> None:
+    bench = Bench()
+    replica = await bench.decode_replica()
+    await replica.attach("g1", "tcp://g1")
+    bench.engine.silent = True
+
+    await bench.clock.tick(4.9)
+    assert len(bench.board["tcp://g1"].frames) == 1
+    await bench.clock.tick(0.2)
+    assert len(bench.board["tcp://g1"].frames) == 1
+    bench.engine.silent = False
+    await bench.clock.tick(0.5)
+    assert len(bench.board["tcp://g1"].frames) == 2
+
+
+async def test_a_silent_engine_fails_the_health_check() -> None:
+    bench = Bench()
+    replica = await bench.decode_replica()
+    await replica.check_health()
+    bench.engine.silent = True
+
+    with pytest.raises(EngineFault):
+        await replica.check_health()
+
+
+async def test_status_shows_gauges_of_engine_and_bus() -> None:
+    replica = await Bench().decode_replica()
+
+    status = await replica.status()
+
+    assert (status.id, status.phase, status.free_pages) == ("replica-d1", Phase.DECODE, 60)
+    assert status.bus_queue == 0
+
+
+async def test_metadata_for_routers_is_plain_data() -> None:
+    replica = await Bench().decode_replica()
+
+    assert replica.record_replica_metadata() == {
+        "replica_id": "replica-d1",
+        "engine_id": "d1",
+        "phase": "decode",
+        "pid": os.getpid(),
+    }
+    await settle()

@@ -1,0 +1,108 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.api import WireFormat
+from workers.profile.schema import ModelProfile, ProfileError, dump_profile, parse_profile
+
+MODELS = Path(__file__).parents[4] / "deploy" / "models"
+
+
+def raw(**changes: Any) -> dict[str, Any]:
+    short: dict[str, Any] = {
+        "name": "own",
+        "model_id": "own/model",
+        "weights": {"path": "/models/own"},
+        "context_length": 4096,
+    }
+    return short | changes
+
+
+def parse(**changes: Any) -> ModelProfile:
+    return parse_profile(raw(**changes), source="own.yaml")
+
+
+@pytest.mark.parametrize(("name", "format_"), [("smollm2-135m", "bf16"), ("exact", "fp32")])
+def test_shipped_profiles_are_valid_and_cache_what_they_say(name: str, format_: str) -> None:
+    path = MODELS / f"{name}.yaml"
+    profile = parse_profile(yaml.safe_load(path.read_text()), source=path.name)
+
+    assert profile.name == name
+    assert profile.model_id == "@cf/huggingfacetb/smollm2-135m-instruct"
+    assert profile.prefill.format == profile.decode.format == WireFormat(format_)
+
+
+def test_four_keys_describe_an_own_model() -> None:
+    profile = parse()
+
+    assert profile.weights.path == "/models/own"
+    assert (profile.prefill.replicas, profile.decode.replicas) == (1, 1)
+    assert profile.decode.format is WireFormat.BF16
+
+
+@pytest.mark.parametrize(
+    ("changes", "path"),
+    [
+        ({"context_lenght": 1}, r"context_lenght:"),
+        ({"decode": {"replica": 2}}, r"decode\.replica:"),
+        ({"decode": {"replicas": 0}}, r"decode\.replicas:"),
+        ({"decode": {"replicas": "2"}}, r"decode\.replicas:"),
+        ({"decode": {"replicas": True}}, r"decode\.replicas:"),
+        ({"prefill": {"dtype": "fp8"}}, r"prefill\.dtype:"),
+        ({"prefill": {"tensor_parallel": 2}}, r"prefill\.tensor_parallel:"),
+        ({"weights": {"embedded": "llama"}}, r"weights\.embedded:"),
+        ({"weights": {}}, r"weights: give exactly one"),
+        ({"weights": {"embedded": "smollm2-135m", "path": "/x"}}, r"weights: give exactly one"),
+        ({"model_id": "../../etc"}, r"model_id:"),
+        ({"name": "a/b"}, r"name:"),
+        ({"block_size": 24}, r"block_size:"),
+        ({"aliases": ["own/model"]}, r"aliases:"),
+        ({"tool_parser": "hermes"}, r"tool_parser:"),
+    ],
+)
+def test_a_mistake_is_reported_with_its_path(changes: dict[str, Any], path: str) -> None:
+    with pytest.raises(ProfileError, match=rf"own\.yaml:\n  (profile: )?{path}"):
+        parse(**changes)
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    with pytest.raises(ProfileError) as caught:
+        parse(block_size=7, prefill={"threads": 0}, decode={"colour": "red"})
+
+    for path in ("block_size:", "prefill.threads:", "decode.colour:"):
+        assert path in str(caught.value)
+
+
+def test_a_cache_format_that_differs_from_the_dtype_is_refused() -> None:
+    with pytest.raises(ProfileError, match="decode: kv_format bf16 differs from fp32"):
+        parse(decode={"dtype": "float32", "kv_format": "bf16"})
+
+
+def test_sides_that_cache_in_different_formats_are_refused_naming_both() -> None:
+    with pytest.raises(ProfileError, match="prefill caches bf16, decode caches fp32"):
+        parse(decode={"dtype": "float32"})
+
+
+@pytest.mark.parametrize("nothing", [None, [], "text", 3])
+def test_what_is_no_mapping_is_refused(nothing: object) -> None:
+    with pytest.raises(ProfileError, match=r"own\.yaml"):
+        parse_profile(nothing, source="own.yaml")
+
+
+@given(
+    context=st.integers(64, 10**6),
+    pages=st.integers(1, 64),
+    dtype=st.sampled_from(["bfloat16", "float32", "float16"]),
+    threads=st.integers(1, 64),
+)
+def test_a_profile_survives_the_way_to_its_replica(
+    context: int, pages: int, dtype: str, threads: int
+) -> None:
+    phase = {"dtype": dtype, "threads": threads, "max_sequences": pages}
+    profile = parse(context_length=context, block_size=16 * pages, prefill=phase, decode=phase)
+
+    assert parse_profile(dump_profile(profile), source="again") == profile
