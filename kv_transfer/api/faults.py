@@ -6,3 +6,5 @@ import msgspec
 class FaultConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     foreign_pages: bool = False
     """The sender ships pages of an earlier transfer instead of the request's own."""
+    only_transfers: str = ""
+    """Prefix of the transfer ids that are affected; empty: all."""

@@ -179,7 +179,7 @@ class WorkerSide:
         group = max(1, GROUP_BYTES // self._layout.page_bytes)
         while (start := first_page + table.shipped_pages) < min(complete, first_page + wanted):
             end = min(start + group, complete, first_page + wanted)
-            page_ids = self._faults.pages(table.page_ids[start:end])
+            page_ids = self._faults.pages(transfer_id, table.page_ids[start:end])
             data = self._codec.encode(self._caches, page_ids)
             table.shipped_pages += end - start
             courier.sender.ship(transfer_id, start, end - start, data, Fence(data.device))

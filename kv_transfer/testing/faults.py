@@ -12,12 +12,11 @@ class Faults:
         self._config = config
         self._last: Sequence[int] = ()
 
-    def pages(self, page_ids: Sequence[int]) -> Sequence[int]:
+    def pages(self, transfer_id: str, page_ids: Sequence[int]) -> Sequence[int]:
         """The pages to gather instead of `page_ids`: with `foreign_pages`, those of an earlier group."""
         if not self._config.foreign_pages:
             return page_ids
-        wrong = [
-            self._last[i % len(self._last)] if self._last else page_ids[-1] for i in range(len(page_ids))
-        ]
-        self._last = list(page_ids)
-        return wrong
+        earlier, self._last = self._last, list(page_ids)
+        if not earlier or not transfer_id.startswith(self._config.only_transfers):
+            return page_ids
+        return [earlier[i % len(earlier)] for i in range(len(page_ids))]
