@@ -10,7 +10,9 @@ from typing import Any, Final, Literal
 
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from deploy.cluster_environment import SERVE_ENVIRONMENT
 from deploy.config import SystemConfig
 from deploy.logs import log_to_file
 from deploy.state import read_private
@@ -29,11 +31,6 @@ PREFILL: Final = "Prefill"
 DECODE: Final = "Decode"
 GATEWAY: Final = "Gateway"
 
-SERVE_ENVIRONMENT: Final = {
-    # Handles are built in the mode of the process that deploys: it stands in replicas *and* in the driver.
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_LOG_TO_STDERR": "0",
-}
 MARGIN: Final = 16
 """Status, attach and refetch calls that a replica takes while it is full of requests."""
 LOGICAL_CPUS: Final = 0.1
@@ -85,10 +82,25 @@ class GatewayDeployment(GatewayReplica):
         await self.start()
 
     def __serve_build_asgi_app__(self) -> Any:
-        return self.asgi
+        return AsgiApp(self.asgi)
 
     async def __del__(self) -> None:
         await self.close()
+
+
+class AsgiApp:
+    """Serve looks at `__call__` to tell ASGI 3 from ASGI 2, and insists on the lifespan protocol."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "lifespan":
+            await self._app(scope, receive, send)
+            return
+        for moment in ("startup", "shutdown"):  # the deployment starts and closes its gateway itself
+            await receive()
+            await send({"type": f"lifespan.{moment}.complete"})
 
 
 def _replica_id() -> str:

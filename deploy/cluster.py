@@ -1,18 +1,18 @@
 """Ray and Serve for one system: a cluster of its own, private, started and ended by the supervisor."""
 
 import logging
-import os
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from deploy.app import APP_NAME, DECODE, GATEWAY, PREFILL, SERVE_ENVIRONMENT
+from deploy.app import APP_NAME, DECODE, GATEWAY, PREFILL
 
 OBJECT_STORE_BYTES: Final = 100 * 1024**2
 LOGICAL_CPUS: Final = 16
 """More than there are: replicas share cores, and their threads are set by the profile."""
+LOOPBACK: Final = "127.0.0.1"
 SHUTDOWN_TIMEOUT_S: Final = 40.0
 
 log = logging.getLogger(__name__)
@@ -25,10 +25,8 @@ class ClusterError(Exception):
 def start_ray(scratch: Path) -> None:
     """A local cluster whose files lie in `scratch`, which must have a short path (it holds sockets).
 
-    The environment of the caller is inherited by every process of the cluster.
+    The environment of `driver_environment` must stand.
     """
-    os.environ.update(SERVE_ENVIRONMENT)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
 
     ray.init(
@@ -37,10 +35,9 @@ def start_ray(scratch: Path) -> None:
         object_store_memory=OBJECT_STORE_BYTES,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level=logging.WARNING,
-        configure_logging=True,
+        logging_level=logging.ERROR,
         _temp_dir=str(scratch / "ray"),
-        _node_ip_address="127.0.0.1",
+        _node_ip_address=LOOPBACK,
     )
 
 

@@ -17,6 +17,7 @@ from typing import Final
 import httpx
 
 from deploy import model_store, profiles, tenants
+from deploy.cluster_environment import driver_environment, make_token
 from deploy.config import ConfigError, SystemConfig
 from deploy.control import ControlServer, ServeFleet, stop_self
 from deploy.processes import MARKER, end_marked
@@ -176,14 +177,20 @@ class Supervisor:
     def _start_application(
         self, profile: ModelProfile, folder: Path, runtime: Runtime, undo: contextlib.ExitStack
     ) -> None:
+        make_token(self._state.ray_token)
+        os.environ.update(driver_environment(self._state.ray_token))
         from deploy import app, cluster
 
         scratch = Path(runtime.scratch)
         self._say("ray: starting")
         undo.callback(cluster.keep_logs, scratch, self._state.logs)
         undo.callback(cluster.stop, self._say)
-        cluster.start_ray(scratch)
-        cluster.start_serve(self._config.host, self._config.port)
+        try:
+            cluster.start_ray(scratch)
+            cluster.start_serve(self._config.host, self._config.port)
+        except Exception as bad:
+            log.exception("ray.start.failed")
+            raise StartError(f"Ray did not start: {bad}") from None
         self._switch.install()  # Ray has set handlers of its own
         self._switch.check()
         plan = app.Plan(

@@ -47,6 +47,10 @@ class StateDir:
         return self.root / "gateway-secrets.json"
 
     @property
+    def ray_token(self) -> Path:
+        return self.root / "ray-token"
+
+    @property
     def runtime(self) -> Path:
         return self.root / "runtime.json"
 
@@ -217,6 +221,7 @@ def clear_runtime(state: StateDir) -> None:
     """Removes what a supervisor leaves in files: its addresses and its scratch folder. Idempotent."""
     state.local.unlink(missing_ok=True)
     state.gateway_secrets.unlink(missing_ok=True)
+    state.ray_token.unlink(missing_ok=True)
     runtime = read_runtime(state)
     if runtime is not None:
         Path(runtime.control_socket).unlink(missing_ok=True)

@@ -1,0 +1,37 @@
+"""Variables that must stand before Ray is imported anywhere in the process: it reads them only once."""
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
+    # Handles are built in the mode of the process that deploys: it stands in replicas *and* in the driver.
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+
+
+def driver_environment(token: Path) -> dict[str, str]:
+    """Of the process that starts the cluster; all others inherit it.
+
+    Args:
+        token: file without which nobody may talk to the cluster; see `make_token`.
+    """
+    return {
+        **SERVE_ENVIRONMENT,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        # Its name speaks of other systems; what it does is to bind Ray's sockets to loopback.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+def make_token(token: Path) -> None:
+    """A fresh random token, readable by its owner only. An old one is void."""
+    token.unlink(missing_ok=True)
+    handle = os.open(token, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(secrets.token_hex(32))
