@@ -193,6 +193,7 @@ def gateway_config(plan: Plan) -> GatewayConfig:
         max_in_flight=limits.max_in_flight,
         request_timeout_s=limits.request_timeout_s,
         silence_s=limits.silence_s,
+        proxy_labels=True,
     )
 
 

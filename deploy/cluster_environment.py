@@ -10,6 +10,8 @@ SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
     # Handles are built in the mode of the process that deploys: it stands in replicas *and* in the driver.
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    # Optimised mode opens a direct ingress, which stays open for a load balancer to notice: there is none.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
 }
 
 

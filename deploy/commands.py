@@ -107,7 +107,8 @@ def down(options: Namespace) -> int:
     while held(state):
         if time.monotonic() > deadline:
             raise StateError(
-                f"pid {runtime.pid} does not end: see {state.logs / 'supervisor.log'}; kill it, then run this again"
+                f"pid {runtime.pid} does not end: see {state.logs / 'supervisor.log'}; "
+                "kill it, then run this again"
             )
         time.sleep(0.1)
     say("phasegate: stopped")

@@ -137,6 +137,9 @@ class Supervisor:
         os.environ[MARKER] = self._state.marker
         undo.callback(os.environ.pop, MARKER, None)
         runtime = make_runtime(self._state)
+        # Temporary files of every process of the system go with the system.
+        os.environ["TMPDIR"] = runtime.scratch
+        undo.callback(os.environ.pop, "TMPDIR", None)
         control = ControlServer(Path(runtime.control_socket), stop_self)
         undo.callback(control.close)
         control.start()

@@ -35,7 +35,7 @@ def create_app(services: Services) -> Starlette:
             Route("/readyz", health.readyz, methods=["GET"]),
         ],
         middleware=[
-            Middleware(RequestId),
+            Middleware(RequestId, proxy_labels=services.config.proxy_labels),
             Middleware(AccessLog),
             Middleware(Auth, resolve=services.keys.resolve),
             Middleware(BodyLimit, max_bytes=services.config.max_body_bytes),

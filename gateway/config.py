@@ -34,6 +34,8 @@ class GatewayConfig:
     """Requests being answered at once; the next one is refused."""
     request_timeout_s: float = 600.0
     """From arrival to the last token."""
+    proxy_labels: bool = False
+    """A proxy in front gives requests an `x-request-id` and returns it on answers, as Serve's does."""
     silence_s: float = 10.0
     """An engine that says nothing on the bus for so long is taken for dead. Heartbeats come each second."""
 

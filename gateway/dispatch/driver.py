@@ -43,6 +43,8 @@ class Job:
     """A rendered request. Its fields are validated."""
 
     request_id: str
+    label: str
+    """What the client calls the request. Unique to nobody."""
     token_ids: tuple[int, ...]
     cache_salt: str
     sampling: Sampling
@@ -77,6 +79,7 @@ class Call:
         self._events: asyncio.Queue[flow.Event] = asyncio.Queue()
         self._tasks: dict[Phase, asyncio.Task[None]] = {}
         self._refetch: asyncio.Task[None] | None = None
+        self._refetches = 0
         self._timers: list[asyncio.TimerHandle] = []
         self._state = flow.State()
         self._prefill_replica: str | None = None
@@ -214,6 +217,7 @@ class Call:
                     self._timers.append(loop.call_later(self._s.settle_s, self._tell, settled))
                 case flow.Refetch():
                     log.info("request.refetch request_id=%s", self._job.request_id)
+                    self._refetches += 1
                     self._refetch = asyncio.create_task(self._run_refetch(action))
                 case _:
                     pass  # Emit, Finish, Fail and Abandon are for the reader of `tokens`
@@ -298,11 +302,13 @@ class Call:
         handoff = self.result.handoff if self.result is not None else None
         return RequestSummary(
             request_id=self._job.request_id,
+            label=self._job.label,
             status=self._status,
             prompt_tokens=len(self._job.token_ids),
             output_tokens=self.billed_tokens,
             cached_tokens=self.cached_tokens,
             attempts=self._state.attempt + 1,
+            refetches=self._refetches,
             prefill_replica=self._prefill_replica,
             decode_replica=self._decode_replica,
             handoff=handoff.outcome if handoff is not None else None,

@@ -10,12 +10,16 @@ KEPT: Final = 1024
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSummary:
     request_id: str
+    label: str
+    """The client's, or the proxy's, `x-request-id`: the answer carries it."""
     status: str
     """`finished`, `client_gone`, or the word of the error that ended it."""
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int
     attempts: int
+    refetches: int
+    """Gaps on the token bus that were filled."""
     prefill_replica: str | None
     decode_replica: str | None
     handoff: str | None
@@ -39,6 +43,9 @@ class Summaries:
         if len(self._by_id) > KEPT:
             self._by_id.popitem(last=False)
 
-    def get(self, request_id: str) -> dict[str, Any] | None:
-        summary = self._by_id.get(request_id)
+    def get(self, name: str) -> dict[str, Any] | None:
+        """By request id, else the latest one with this label."""
+        summary = self._by_id.get(name)
+        if summary is None:
+            summary = next((s for s in reversed(self._by_id.values()) if s.label == name), None)
         return None if summary is None else asdict(summary)

@@ -1,6 +1,7 @@
 """The request's id: minted here, used by engines and logs, returned on every answer.
 
 A client's `x-request-id` is returned as its label and used for nothing else: it is unique to nobody.
+Serve's proxy gives every request a label, and adds it to the answer itself.
 """
 
 import re
@@ -19,9 +20,17 @@ def request_id_of(scope: Scope) -> str:
     return request_id
 
 
+def label_of(scope: Scope) -> str:
+    """What the client, or the proxy, calls the request; the minted id where nobody named it."""
+    label: str = scope["state"]["label"]
+    return label
+
+
 class RequestId:
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, *, proxy_labels: bool) -> None:
+        """`proxy_labels`: a proxy in front adds `x-request-id` to answers; ours would be a second one."""
         self.app = app
+        self._proxy_labels = proxy_labels
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -29,14 +38,15 @@ class RequestId:
             return
         request_id = secrets.token_hex(16)
         # A fresh dictionary: a server may share one between the requests of a connection.
-        scope["state"] = {**scope.get("state", {}), "request_id": request_id}
         given = Headers(scope=scope).get("x-request-id", "")
         label = given if _LABEL.fullmatch(given) else request_id
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id, "label": label}
 
         async def labelled(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers["x-request-id"] = label
+                if not self._proxy_labels:
+                    headers["x-request-id"] = label
                 headers["cf-ai-req-id"] = label
             await send(message)
 

@@ -15,7 +15,7 @@ from gateway.dispatch.driver import Call, Job
 from gateway.dispatch.generation import Generation
 from gateway.errors import ApiError, ContextOverflow, InternalError
 from gateway.middleware.access_log import facts_of
-from gateway.middleware.request_id import request_id_of
+from gateway.middleware.request_id import label_of, request_id_of
 from gateway.prompt.render import Renderer
 from gateway.prompt.schema import Ask, bad_input
 from gateway.rest import problem, sse
@@ -63,6 +63,7 @@ async def complete(
             raise bad_input(f"'/top_k' must be <= {served.renderer.vocabulary_size}", "top_k")
         job = Job(
             request_id=request_id_of(request.scope),
+            label=label_of(request.scope),
             token_ids=token_ids,
             cache_salt=combined_salt(tenant.account.cache_salt, ask.cache_salt),
             sampling=replace(ask.sampling, max_tokens=limit),

@@ -20,6 +20,8 @@ from workers.profile.vllm_args import Device, async_engine_args, engine_args, en
 _FINISH: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}
 _BACKEND: Final = {"cpu": "gloo", "cuda": "nccl"}
 
+LONGEST_FOLDER: Final = 80
+
 log = logging.getLogger(__name__)
 
 
@@ -46,8 +48,7 @@ class VllmEngine:
         """
         self._profile = profile
         self._environment = engine_environment(profile, phase, device, host)
-        # The system's own temporary folder: a path of an ipc socket holds at most 107 bytes.
-        self._folder = Path(tempfile.mkdtemp(prefix="pg-", dir="/tmp"))
+        self._folder = socket_folder()
         endpoint = f"ipc://{self._folder}/gauges"
         connector: dict[str, Any] = {
             "engine_id": engine_id,
@@ -140,6 +141,12 @@ class VllmEngine:
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def socket_folder() -> Path:
+    """A fresh private folder for ipc sockets, whose paths hold at most 107 bytes."""
+    usual = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="pg-", dir=usual if len(usual) <= LONGEST_FOLDER else "/tmp"))
 
 
 def _load(arguments: dict[str, Any]) -> Any:

@@ -1,4 +1,5 @@
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,11 +86,11 @@ def test_only_loopback_is_tied_to_the_loopback_interface() -> None:
 @pytest.mark.vllm
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_vllm_knows_every_option(device: Device) -> None:
+def test_vllm_knows_every_option(device: Device, tmp_path: Path) -> None:
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    args = arguments(Phase.DECODE, device)
+    args = arguments(Phase.DECODE, device) | {"model": str(tmp_path)}
 
     assert set(args) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     assert set(args["kv_transfer_config"]) <= {field.name for field in dataclasses.fields(KVTransferConfig)}

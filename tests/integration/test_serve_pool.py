@@ -1,0 +1,176 @@
+"""Pinned calls on a real Serve cluster: the named replica, a dead one, a missing one, a cancelled one.
+
+The gateway's side runs in a Serve replica, as it does in production: that is where its router lives.
+"""
+
+import asyncio
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from workers.api import FaultKind, Phase
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
+
+OPTIMISED = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+
+
+class Engine:
+    """Takes the calls of a replica; `request_id` says what to do."""
+
+    def __init__(self) -> None:
+        self._cancelled = 0
+
+    async def prefill(self, request: str, *, to: str | None = None) -> Any:
+        return await self.decode(request, to=to)
+
+    async def decode(self, request: str, *, to: str | None = None) -> Any:
+        from ray import serve
+
+        if request == "raise":
+            raise ValueError("secret detail")
+        if request == "hang":
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self._cancelled += 1
+                raise
+        return serve.get_replica_context().replica_id.unique_id
+
+    async def attach(self, gateway_id: str, bus_address: str, *, to: str | None = None) -> Any:
+        return os.getpid()
+
+    async def status(self, *, to: str | None = None) -> Any:
+        return self._cancelled
+
+    async def refetch(self, request_id: str, from_index: int, *, to: str | None = None) -> Any:
+        return None
+
+
+class Caller:
+    """The gateway's side: a `ServePool` in a Serve replica."""
+
+    def __init__(self, prefill: Any, decode: Any) -> None:
+        from gateway.dispatch.pools import ServePool
+
+        self._pool = ServePool(prefill, decode)
+
+    async def replicas(self) -> tuple[str, ...]:
+        return self._pool.replicas(Phase.DECODE)
+
+    async def call(self, method: str, *args: Any) -> Any:
+        async with asyncio.timeout(20):
+            return await getattr(self._pool, method)(*args)
+
+    async def call_and_cancel(self, replica_id: str) -> None:
+        request: Any = "hang"
+        task = asyncio.create_task(self._pool.decode(replica_id, request))
+        await asyncio.sleep(0.5)
+        task.cancel()
+        await asyncio.wait([task], timeout=5)
+
+
+def deploy() -> None:
+    from ray import serve
+    from ray.serve.config import RequestRouterConfig
+
+    options: dict[str, Any] = {
+        "ray_actor_options": {"num_cpus": 0.1, "runtime_env": {"env_vars": OPTIMISED}},
+        "max_ongoing_requests": 50,
+        "graceful_shutdown_timeout_s": 1,
+    }
+    router = RequestRouterConfig(request_router_class="gateway.routing.pinned:PinnedRouter")
+    pools = [
+        serve.deployment(name=name, num_replicas=count, request_router_config=router, **options)(
+            Engine
+        ).bind()
+        for name, count in (("Prefill", 1), ("Decode", 3))
+    ]
+    serve.start(proxy_location="Disabled")
+    gateway = serve.deployment(name="Gateway", **options)(Caller)
+    serve.run(gateway.bind(*pools), name="pool", route_prefix=None)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def caller() -> AsyncIterator[Any]:
+    os.environ.update(OPTIMISED)  # read where handles are built: here, and in the replicas
+    import ray
+    from ray import serve
+
+    scratch = tempfile.mkdtemp(prefix="pgs", dir="/tmp")
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 * 1024**2,
+        _temp_dir=scratch,
+    )
+    try:
+        await asyncio.to_thread(deploy)
+        handle = serve.get_app_handle("pool")
+        yield handle
+        await handle.shutdown_async()
+    finally:
+        await asyncio.to_thread(serve.shutdown)
+        ray.shutdown()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+async def ask(caller: Any, method: str, *args: Any) -> Any:
+    async with asyncio.timeout(30):
+        return await getattr(caller, method).remote(*args)
+
+
+async def replicas(caller: Any, count: int = 3) -> tuple[str, ...]:
+    """The list reaches the router by Serve's own long poll: wait for it, within a bound."""
+    for _ in range(200):
+        if len(found := await ask(caller, "replicas")) >= count:
+            return tuple(found)
+        await asyncio.sleep(0.05)
+    raise AssertionError("the replica list never came")
+
+
+async def test_every_call_reaches_the_replica_it_names_without_a_call_before(caller: Any) -> None:
+    for replica_id in await replicas(caller):
+        assert [await ask(caller, "call", "decode", replica_id, "id") for _ in range(4)] == [replica_id] * 4
+
+
+async def test_missing_replica_is_a_dead_engine_at_once(caller: Any) -> None:
+    await replicas(caller)
+
+    fault = await ask(caller, "call", "decode", "nobody", "id")
+
+    assert fault.kind is FaultKind.ENGINE_DEAD
+
+
+async def test_exception_in_a_replica_is_a_fault_without_its_text(caller: Any) -> None:
+    fault = await ask(caller, "call", "decode", (await replicas(caller))[0], "raise")
+
+    assert (fault.kind, fault.detail) == (FaultKind.INTERNAL, "decode: ValueError")
+
+
+async def test_cancelled_call_is_cancelled_in_the_replica(caller: Any) -> None:
+    replica_id = (await replicas(caller))[0]
+
+    await ask(caller, "call_and_cancel", replica_id)
+
+    assert await ask(caller, "call", "status", Phase.DECODE, replica_id) == 1
+
+
+async def test_killed_replica_is_a_dead_engine(caller: Any) -> None:
+    """Last in the file: it costs the cluster a replica."""
+    victim = (await replicas(caller))[-1]
+    pid = await ask(caller, "call", "attach", Phase.DECODE, victim, "g", "b")
+    hanging = caller.call.remote("decode", victim, "hang")
+    assert await ask(caller, "call", "decode", victim, "id") == victim
+
+    os.kill(pid, signal.SIGKILL)
+
+    assert (await hanging).kind is FaultKind.ENGINE_DEAD
