@@ -4,6 +4,7 @@ The only module that reads the configuration file and the environment. Every mis
 each with its path; an unknown key is a mistake.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -97,7 +98,8 @@ def parse(raw: object, *, source: str) -> SystemConfig:
         ConfigError: with one line for each mistake.
     """
     try:
-        return TypeAdapter(SystemConfig).validate_python({} if raw is None else raw)
+        # As JSON: a strict check of Python values would want instances of our classes, not mappings.
+        return TypeAdapter(SystemConfig).validate_json(json.dumps({} if raw is None else raw, default=str))
     except ValidationError as bad:
         lines = [f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}" for e in bad.errors()]
         raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
