@@ -18,7 +18,13 @@ def stream_chat(local: dict[str, Any], messages: list[dict[str, str]], *, max_to
     Raises:
         ChatError: the request was refused, or the stream ended before its time.
     """
-    body = {"model": local["models"][0], "messages": messages, "max_tokens": max_tokens, "stream": True}
+    body = {
+        "model": local["models"][0],
+        "messages": messages,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "stream": True,
+    }
     headers = {"authorization": f"Bearer {local['api_key']}"}
     url = f"{local['base_url']}/v1/chat/completions"
     try:
@@ -56,10 +62,10 @@ def _message(body: bytes) -> str:
         return body.decode(errors="replace")[:200]
 
 
-def converse(local: dict[str, Any], message: str | None, *, max_tokens: int) -> int:
+def converse(local: dict[str, Any], message: str | None, max_tokens: int, temperature: float) -> int:
     """One answer to `message`; without one, a conversation until the end of the input."""
     if message is not None:
-        _answer(local, [{"role": "user", "content": message}], max_tokens)
+        _answer(local, [{"role": "user", "content": message}], max_tokens, temperature)
         return 0
     messages: list[dict[str, str]] = []
     while True:
@@ -69,12 +75,16 @@ def converse(local: dict[str, Any], message: str | None, *, max_tokens: int) -> 
             return 0
         if said:
             messages.append({"role": "user", "content": said})
-            messages.append({"role": "assistant", "content": _answer(local, messages, max_tokens)})
+            messages.append(
+                {"role": "assistant", "content": _answer(local, messages, max_tokens, temperature)}
+            )
 
 
-def _answer(local: dict[str, Any], messages: list[dict[str, str]], max_tokens: int) -> str:
+def _answer(
+    local: dict[str, Any], messages: list[dict[str, str]], max_tokens: int, temperature: float
+) -> str:
     whole = ""
-    for piece in stream_chat(local, messages, max_tokens=max_tokens):
+    for piece in stream_chat(local, messages, max_tokens=max_tokens, temperature=temperature):
         whole += piece
         sys.stdout.write(piece)
         sys.stdout.flush()

@@ -51,6 +51,7 @@ def parser() -> argparse.ArgumentParser:
     chat = _verb(verbs, "chat", "talk to the running model", commands.chat)
     chat.add_argument("message", nargs="?", help="one message; without it, a conversation")
     chat.add_argument("--max-tokens", type=_positive, default=256)
+    chat.add_argument("--temperature", type=float, default=0.0, help="0 (the default): always the likeliest")
     _state(chat)
 
     key = verbs.add_parser("key", help="API keys of the running system")

@@ -106,10 +106,8 @@ def down(options: Namespace) -> int:
     deadline = time.monotonic() + DOWN_TIMEOUT_S
     while held(state):
         if time.monotonic() > deadline:
-            raise StateError(
-                f"pid {runtime.pid} does not end: see {state.logs / 'supervisor.log'}; "
-                "kill it, then run this again"
-            )
+            log = state.logs / "supervisor.log"
+            raise StateError(f"pid {runtime.pid} does not end: see {log}; kill it, then run this again")
         time.sleep(0.1)
     say("phasegate: stopped")
     return 0
@@ -156,7 +154,7 @@ def chat(options: Namespace) -> int:
     running_socket(state)
     if not state.local.exists():
         raise StateError("the system is not ready yet")
-    return converse(read_private(state.local), options.message, max_tokens=options.max_tokens)
+    return converse(read_private(state.local), options.message, options.max_tokens, options.temperature)
 
 
 def key_create(options: Namespace) -> int:
