@@ -35,9 +35,8 @@ WARM_UP = 2
 def run(options: Namespace) -> tuple[dict[str, Any], bool]:
     """The result document, and whether the run is valid."""
     rng = Random(options.seed)
-    settings = {name: getattr(options, name) for name in ("profile", "words", "max_tokens", "rounds")} | {
-        "plain_threads": PREFILL_THREADS
-    }
+    settings: dict[str, Any] = {"plain_threads": PREFILL_THREADS}
+    settings |= {name: getattr(options, name) for name in ("profile", "words", "max_tokens", "rounds")}
     about = manifest(seed=options.seed, settings=settings)
     with (
         tempfile.TemporaryDirectory(prefix="phasegate-load-") as name,
