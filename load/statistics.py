@@ -1,32 +1,56 @@
-"""Medians and bootstrap intervals. Pure; randomness is an argument."""
+"""Percentiles and bootstrap intervals."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
-from statistics import median
+from typing import Final
 
-ROUNDS = 2000
+RESAMPLES: Final = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Ratio:
-    """Median of one sample over median of another, with a 95 % percentile bootstrap interval."""
+class Interval:
+    """An estimate with its 95 % bootstrap interval."""
 
     value: float
     low: float
     high: float
 
 
-def ratio_of_medians(upper: Sequence[float], lower: Sequence[float], rng: Random) -> Ratio:
-    """Both samples are resampled independently.
+def percentile(values: Sequence[float], share: float) -> float:
+    """Linear between the two nearest ranks; `share` is in [0, 1].
 
     Raises:
-        ValueError: a sample is empty.
+        ValueError: there are no values, or the share is out of range.
     """
-    if not upper or not lower:
-        raise ValueError("a ratio needs two samples")
-    draws = sorted(
-        median(rng.choices(upper, k=len(upper))) / median(rng.choices(lower, k=len(lower)))
-        for _ in range(ROUNDS)
-    )
-    return Ratio(median(upper) / median(lower), draws[int(0.025 * ROUNDS)], draws[int(0.975 * ROUNDS)])
+    if not values or not 0 <= share <= 1:
+        raise ValueError(f"no percentile {share} of {len(values)} values")
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def median(values: Sequence[float]) -> float:
+    return percentile(values, 0.5)
+
+
+def bootstrap(
+    values: Sequence[float],
+    rng: Random,
+    *,
+    statistic: Callable[[Sequence[float]], float] = median,
+    resamples: int = RESAMPLES,
+) -> Interval:
+    """95 % percentile interval of a statistic.
+
+    Give ratios of pairs, not two lists: what slows both members of a pair then cancels.
+
+    Raises:
+        ValueError: there are no values.
+    """
+    value = statistic(values)
+    drawn = [statistic(rng.choices(values, k=len(values))) for _ in range(resamples)]
+    return Interval(value=value, low=percentile(drawn, 0.025), high=percentile(drawn, 0.975))
