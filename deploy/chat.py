@@ -12,7 +12,9 @@ class ChatError(Exception):
     """The answer failed or broke off. The message says how."""
 
 
-def stream_chat(local: dict[str, Any], messages: list[dict[str, str]], *, max_tokens: int) -> Iterator[str]:
+def stream_chat(
+    local: dict[str, Any], messages: list[dict[str, str]], *, max_tokens: int, temperature: float
+) -> Iterator[str]:
     """Pieces of the answer's text.
 
     Raises:
