@@ -1,0 +1,224 @@
+"""Two worker halves with real couriers and a real Gloo link, fed step by step as an engine would."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from kv_transfer.api.errors import TransferCause
+from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
+from kv_transfer.connector.config import ConnectorConfig
+from kv_transfer.connector.metadata import Held, ReceiveOrder, SendProgress, StepOrders
+from kv_transfer.connector.worker_side import WorkerSide
+
+BLOCK = 4
+PROMPT = 10
+"""Two whole pages and a half."""
+
+
+@dataclass
+class Worker:
+    """One worker half, its caches, and everything that it has reported."""
+
+    side: WorkerSide
+    caches: dict[str, torch.Tensor]
+    sent: set[str] = field(default_factory=set)
+    received: list[str] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
+    reports: dict[str, HandoffReport] = field(default_factory=dict)
+
+    def step(self, orders: StepOrders | None = None) -> None:
+        orders = orders or StepOrders()
+        self.side.begin_step(orders)
+        self.side.after_forward(orders)
+        finished = self.side.finish_step(idle=True)
+        self.sent |= finished.sending
+        self.received += sorted(finished.receiving)
+        self.failed |= finished.failed
+        if (news := self.side.take_news()) is not None:
+            self.reports |= news.reports
+
+    def write(self, page: int, value: float) -> None:
+        for layer, cache in enumerate(self.caches.values()):
+            cache[page] = value + layer / 2
+
+
+def worker(name: str, folder: Path) -> Worker:
+    config = ConnectorConfig.parse(
+        {
+            "engine_id": name,
+            "bind_host": "127.0.0.1",
+            "backend": "gloo",
+            "gauges_endpoint": f"ipc://{folder}/{name}",
+            "link_timeout_s": 5.0,
+        }
+    )
+    side = WorkerSide(config, 0)
+    caches = {f"layer{i}": torch.zeros(16, 1, BLOCK, 8) for i in range(2)}
+    side.register(caches, "test")
+    return Worker(side, caches)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[Worker, Worker]]:
+    prefill, decode = worker("prefill", tmp_path), worker("decode", tmp_path)
+    yield prefill, decode
+    prefill.side.close()
+    decode.side.close()
+
+
+def announced(transfer_id: str) -> StepOrders:
+    return StepOrders(announces=[Ticket(transfer_id=transfer_id, role=Role.SEND, peer_engine="decode")])
+
+
+def asked(transfer_id: str, prefill: Worker, page_ids: tuple[int, ...], *, first_page: int = 0) -> StepOrders:
+    ticket = Ticket(
+        transfer_id=transfer_id,
+        role=Role.RECEIVE,
+        peer_engine="prefill",
+        peer_addresses=(prefill.side.address().control,),
+        deadline_s=10.0,
+    )
+    return StepOrders(receives=[ReceiveOrder(f"d-{transfer_id}", ticket, first_page, page_ids)])
+
+
+def computed(transfer_id: str, page_ids: tuple[int, ...], tokens: int) -> StepOrders:
+    return StepOrders(progress=[SendProgress(transfer_id, page_ids, tokens, PROMPT)])
+
+
+def until(workers: tuple[Worker, ...], done: object, *, within_s: float = 10.0) -> None:
+    """Empty steps, as an engine makes while requests only wait."""
+    end = time.monotonic() + within_s
+    while not done():  # type: ignore[operator]
+        assert time.monotonic() < end, "not in time"
+        for each in workers:
+            each.step()
+
+
+def some_steps(*workers: Worker) -> None:
+    for _ in range(100):
+        for each in workers:
+            each.step()
+
+
+def test_a_page_leaves_when_its_last_slot_is_written_and_not_before(pair: tuple[Worker, Worker]) -> None:
+    """The second chunk fills a page that the first one began: shipping it early would lose the rest."""
+    prefill, decode = pair
+    prefill.step(announced("t"))
+    decode.step(asked("t", prefill, (7, 8, 9)))
+    prefill.write(3, 1.0)
+    prefill.write(4, 99.0)  # half-written: page 4 is not complete after six tokens
+    prefill.step(computed("t", (3, 4), 6))
+    some_steps(prefill, decode)
+    assert decode.received == []
+
+    prefill.write(4, 2.0)
+    prefill.write(5, 3.0)
+    prefill.step(computed("t", (3, 4, 5), PROMPT))
+    until((prefill, decode), lambda: decode.received == ["d-t"])
+
+    for layer in ("layer0", "layer1"):
+        assert torch.equal(decode.caches[layer][[7, 8, 9]], prefill.caches[layer][[3, 4, 5]])
+    assert decode.caches["layer0"][:7].abs().sum() == 0
+    report = decode.reports["d-t"]
+    assert (report.outcome, report.pages, report.wire_bytes) == (
+        HandoffOutcome.SHIPPED,
+        3,
+        3 * 2 * BLOCK * 8 * 4,
+    )
+
+
+def test_pages_of_a_finished_request_are_held_until_decode_has_them(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    prefill.step(announced("t"))
+    prefill.step(computed("t", (3, 4, 5), PROMPT))
+    prefill.step(StepOrders(held=[Held("t", "p-t")]))
+    some_steps(prefill)
+    assert prefill.sent == set()
+
+    decode.step(asked("t", prefill, (1,), first_page=2))
+    until((prefill, decode), lambda: prefill.sent == {"p-t"})
+
+    assert decode.received == ["d-t"]
+
+
+def test_a_preempted_request_ships_its_new_pages_never_its_lost_ones(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    prefill.write(3, 1.0)
+    prefill.step(announced("t"))
+    prefill.step(computed("t", (3, 4, 5), 6))
+    prefill.step(StepOrders(suspended=["t"]))
+    prefill.write(3, 50.0)  # now somebody else's
+    decode.step(asked("t", prefill, (1, 2, 6)))
+    some_steps(prefill, decode)
+    assert decode.received == []
+
+    for page, value in ((10, 1.0), (11, 2.0), (12, 3.0)):
+        prefill.write(page, value)
+    prefill.step(computed("t", (10, 11, 12), PROMPT))
+    until((prefill, decode), lambda: decode.received == ["d-t"])
+
+    assert torch.equal(decode.caches["layer1"][[1, 2, 6]], prefill.caches["layer1"][[10, 11, 12]])
+
+
+def test_a_prefill_request_that_dies_fails_the_receive_at_once(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    prefill.step(announced("t"))
+    decode.step(asked("t", prefill, (1, 2, 3)))
+    prefill.step(computed("t", (3, 4), 6))
+    prefill.step(StepOrders(dropped=["t"]))
+
+    until((prefill, decode), lambda: decode.received == ["d-t"])
+
+    assert decode.failed == {"d-t"}
+    assert decode.reports["d-t"].cause is TransferCause.PREFILL_ENDED
+    assert decode.caches["layer0"].abs().sum() == 0
+
+
+def test_a_cancelled_receive_is_reported_once_and_its_pages_are_left_alone(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    prefill.write(3, 1.0)
+    prefill.step(announced("t"))
+    decode.step(asked("t", prefill, (1, 2, 3)))
+    decode.step(StepOrders(cancels=["t"]))
+    until((prefill, decode), lambda: decode.received == ["d-t"])
+    prefill.step(computed("t", (3, 4, 5), PROMPT))
+    prefill.step(StepOrders(held=[Held("t", "p-t")]))
+    until((prefill, decode), lambda: prefill.sent == {"p-t"})
+    some_steps(prefill, decode)
+
+    assert decode.received == ["d-t"]
+    assert decode.caches["layer0"].abs().sum() == 0
+
+
+def test_a_declined_transfer_frees_the_pages_of_prefill(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    prefill.step(announced("t"))
+    ticket = asked("t", prefill, (1,)).receives[0].ticket
+    decode.step(StepOrders(declines=[ticket]))
+    prefill.step(computed("t", (3, 4, 5), PROMPT))
+    prefill.step(StepOrders(held=[Held("t", "p-t")]))
+
+    until((prefill, decode), lambda: prefill.sent == {"p-t"})
+
+    assert decode.received == []
+
+
+def test_many_transfers_share_one_link_and_each_gets_its_own_pages(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    for number in range(5):
+        prefill.write(number + 1, 10.0 + number)
+        prefill.step(announced(f"t{number}"))
+        decode.step(asked(f"t{number}", prefill, (15 - number,)))
+    for number in reversed(range(5)):
+        prefill.step(computed(f"t{number}", (number + 1,), PROMPT))
+
+    until((prefill, decode), lambda: len(decode.received) == 5)
+
+    for number in range(5):
+        assert torch.equal(decode.caches["layer1"][15 - number], prefill.caches["layer1"][number + 1])
