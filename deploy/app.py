@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deploy.cluster_environment import SERVE_ENVIRONMENT
 from deploy.config import SystemConfig
 from deploy.logs import log_to_file
+from deploy.serve_listener import bind_internal_server
 from deploy.state import read_private
 from gateway.config import GatewayConfig, GatewaySecrets, ModelFacts
 from gateway.ingress import GatewayReplica
@@ -56,6 +57,7 @@ class Plan:
 class PrefillDeployment(PrefillReplica):
     async def __init__(self, config: ReplicaConfig, logs: str) -> None:  # type: ignore[misc]
         log_to_file(Path(logs) / f"prefill-{_replica_id()}.log")
+        bind_internal_server(config.host)
         super().__init__(config, real_parts(config, Phase.PREFILL, _replica_id()))
         await self.start()
 
@@ -66,6 +68,7 @@ class PrefillDeployment(PrefillReplica):
 class DecodeDeployment(DecodeReplica):
     async def __init__(self, config: ReplicaConfig, logs: str) -> None:  # type: ignore[misc]
         log_to_file(Path(logs) / f"decode-{_replica_id()}.log")
+        bind_internal_server(config.host)
         super().__init__(config, real_parts(config, Phase.DECODE, _replica_id()))
         await self.start()
 
@@ -78,6 +81,7 @@ class GatewayDeployment(GatewayReplica):
         self, config: GatewayConfig, secrets_file: str, logs: str, prefill: Any, decode: Any
     ) -> None:
         log_to_file(Path(logs) / f"gateway-{_replica_id()}.log")
+        bind_internal_server(config.host)
         super().__init__(config, read_gateway_secrets(Path(secrets_file)), prefill, decode)
         await self.start()
 
