@@ -1,0 +1,104 @@
+import stat
+import threading
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+
+from deploy.control import ControlError, ControlServer, ask, status_json
+from workers.api import Phase, ReplicaStatus
+
+
+def replica(name: str) -> ReplicaStatus:
+    numbers = {
+        field.name: 1 for field in fields(ReplicaStatus) if field.name not in ("id", "phase", "format")
+    }
+    return ReplicaStatus(id=name, phase=Phase.DECODE, format="bf16", **numbers)
+
+
+class Fleet:
+    async def replicas(self) -> list[ReplicaStatus]:
+        return [replica("b"), replica("a")]
+
+    async def gateways(self) -> list[dict[str, Any]]:
+        return [{"id": "g", "pid": 3, "in_flight": 0}]
+
+    async def request(self, request_id: str) -> dict[str, Any] | None:
+        return {"pages": 2} if request_id == "known" else None
+
+
+@pytest.fixture
+def stopped() -> threading.Event:
+    return threading.Event()
+
+
+@pytest.fixture
+def socket(stopped: threading.Event) -> Iterator[str]:
+    with TemporaryDirectory(prefix="pg") as folder:
+        server = ControlServer(Path(folder) / "control.sock", stopped.set)
+        server.start()
+        server.use(Fleet, "ready")
+        yield str(Path(folder) / "control.sock")
+        server.close()
+        assert not (Path(folder) / "control.sock").exists()
+
+
+def test_status_lists_gauges_sorted_by_id(socket: str) -> None:
+    answer = ask(socket, "GET", "/status")
+
+    assert [row["id"] for row in answer["replicas"]] == ["a", "b"]
+    assert set(answer["replicas"][0]) == {
+        *("id", "phase", "format", "pid", "free_pages", "total_pages", "running", "waiting"),
+        *("in_flight_transfers", "bus_queue"),
+    }
+    assert answer["gateways"] == [{"id": "g", "pid": 3, "in_flight": 0}]
+
+
+def test_before_the_application_is_up_status_is_empty() -> None:
+    assert status_json([], []) == {"replicas": [], "gateways": []}
+
+
+def test_figures_of_a_request_are_found_by_its_id(socket: str) -> None:
+    assert ask(socket, "GET", "/requests/known") == {"pages": 2}
+    with pytest.raises(ControlError, match="unknown request"):
+        ask(socket, "GET", "/requests/other")
+
+
+def test_only_a_post_stops_and_it_is_answered(socket: str, stopped: threading.Event) -> None:
+    with pytest.raises(ControlError):
+        ask(socket, "GET", "/stop")
+    assert not stopped.is_set()
+
+    assert ask(socket, "POST", "/stop")["was"] == "ready"
+    assert stopped.is_set()
+
+
+def test_the_socket_is_for_its_owner_only(socket: str) -> None:
+    assert stat.S_IMODE(Path(socket).stat().st_mode) == 0o600
+
+
+def test_a_socket_that_a_dead_supervisor_left_is_replaced(tmp_path: Path) -> None:
+    left = tmp_path / "c"
+    left.touch()
+    server = ControlServer(left, lambda: None)
+
+    server.start()
+
+    assert ask(str(left), "GET", "/status") == {"replicas": [], "gateways": []}
+    server.close()
+    server.close()
+
+
+def test_a_place_where_nobody_can_listen_is_told(tmp_path: Path) -> None:
+    server = ControlServer(tmp_path / "absent" / "control.sock", lambda: None)
+
+    with pytest.raises(ControlError, match=r"cannot listen on .*absent"):
+        server.start()
+
+
+def test_silence_is_told_with_the_socket(tmp_path: Path) -> None:
+    with pytest.raises(ControlError, match=r"does not answer on .*nobody\.sock"):
+        ask(str(tmp_path / "nobody.sock"), "GET", "/status")
