@@ -31,6 +31,8 @@ STAGES: Final[tuple[tuple[str, str], ...]] = (
     ("model", "vllm/v1/worker/"),
     ("model", "vllm/v1/attention/"),
     ("model", "torch/nn/"),
+    ("model", "torch/_ops"),
+    ("model", "vllm/_custom_ops"),
     ("engine scheduler", "vllm/v1/core/"),
     ("engine front end", "vllm/"),
     ("Ray and Serve", "ray/"),

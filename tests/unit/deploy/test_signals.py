@@ -23,7 +23,7 @@ def send(number: signal.Signals) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_starting_interrupts(switch: StopSwitch, number: signal.Signals) -> None:
-    with pytest.raises(StopRequested), switch.interrupting():  # noqa: PT012 - the second signal is the point
+    with pytest.raises(StopRequested), switch.interrupting():
         send(number)
     assert switch.thrown
 
@@ -51,7 +51,7 @@ def test_a_second_signal_does_not_cut_stopping_short(switch: StopSwitch) -> None
 def test_a_switch_thrown_before_the_start_prevents_it(switch: StopSwitch) -> None:
     send(signal.SIGTERM)
 
-    with pytest.raises(StopRequested), switch.interrupting():  # noqa: PT012 - the second signal is the point
+    with pytest.raises(StopRequested), switch.interrupting():
         raise AssertionError("started")
 
 
