@@ -24,6 +24,11 @@ def test_a_supervisor_that_is_not_ready_in_time_is_stopped_again(tmp_path: Path)
     clock = iter([0.0, 1000.0])
 
     with pytest.raises(DetachError, match="was not ready after"):
-        start([], open_state(tmp_path / "state"), say=lambda _: None, now=lambda: next(clock))
+        start(
+            ["--state", str(tmp_path / "state")],
+            open_state(tmp_path / "state"),
+            say=lambda _: None,
+            now=lambda: next(clock),
+        )
 
     assert {process.pid for process in psutil.Process().children()} <= before
