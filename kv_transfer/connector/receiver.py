@@ -21,6 +21,9 @@ from kv_transfer.transport.lane import RecvJob
 
 log = logging.getLogger(__name__)
 
+MOST_STRAY_BYTES = 64 * 2**20
+"""More than a sender ever groups: what is announced beyond it is not worth taking off the wire."""
+
 
 @dataclass(frozen=True, slots=True)
 class PageGroup:
@@ -170,8 +173,8 @@ class Receiver:
         link = entry.link
         receive = self._receives.get(message.transfer_id)
         fits = receive is not None and self._fits(receive, message)
-        if not fits and message.wire_bytes > self._layout.page_bytes * message.pages:
-            self._close_lane(address, f"{message.wire_bytes} bytes announced for {message.pages} pages")
+        if not fits and not 0 < message.wire_bytes <= max(self._layout.page_bytes, MOST_STRAY_BYTES):
+            self._close_lane(address, f"{message.wire_bytes} bytes announced that nobody waits for")
             return
         staging = torch.empty(message.wire_bytes, dtype=torch.uint8, device=self._device)
         if fits:

@@ -17,7 +17,7 @@ Page bytes never travel here: they go over the link, in the order in which `Sent
       |<----------------------------------------|  nothing of this transfer is on the wire any more
 """
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -37,7 +37,7 @@ class LinkAddress(msgspec.Struct, frozen=True, kw_only=True):
     link_id: str
     host: str
     port: int
-    backend: str
+    backend: Literal["gloo", "nccl"]
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):

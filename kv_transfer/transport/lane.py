@@ -79,7 +79,10 @@ class Lane:
             self._link = self._connect()
         except TransferError as unconnected:
             failed = unconnected
-            self._down(unconnected)
+            self._down(failed)
+        except (OSError, RuntimeError, ValueError) as unconnected:  # what torch raises when nobody comes
+            failed = TransferError(TransferCause.LINK_DOWN, str(unconnected).split("\n", 1)[0])
+            self._down(failed)
         while (job := self._jobs.get()) is not None:
             if self._closed and failed is None:
                 failed = TransferError(TransferCause.LINK_DOWN, "link was closed")

@@ -276,3 +276,34 @@ def test_gathering_pauses_while_enough_bytes_wait_for_the_wire(world: World) -> 
     assert world.sender.wanted() == {}
     world.settle()
     assert set(world.sender.wanted()) == {"t"}
+
+
+def test_bytes_that_nobody_waits_for_are_not_allocated_without_bound(world: World) -> None:
+    world.announce("t")
+    world.ask("t", pages=1)
+    world.settle()
+    stray = m.Sent(transfer_id="other", first_page=0, pages=1 << 40, wire_bytes=1 << 50, checksum=0)
+
+    world.receiver.on_message(ADDRESS, stray)
+    world.settle()
+
+    assert world.links["link0"].broken
+    assert [o.cause for o in world.outcomes()] == [TransferCause.PROTOCOL]
+
+
+def test_messages_out_of_turn_fail_that_transfer_and_no_other(world: World) -> None:
+    """A peer that says what its state does not allow must not bring the thread down."""
+    for name in ("a", "b"):
+        world.announce(name)
+        world.ask(name, pages=1)
+    world.settle()
+
+    world.receiver.on_message(ADDRESS, m.Drained(transfer_id="a"))
+    world.receiver.on_message(ADDRESS, m.Ready(transfer_id="a", layout=LAYOUT, pages=1))
+    world.receiver.on_message(ADDRESS, m.Drained(transfer_id="never heard of"))
+    world.sender.on_message(b"decode-route", m.Done(transfer_id="b"))
+    world.ship("b", 0, 1)
+    world.settle()
+
+    causes = {o.order.ticket.transfer_id: o.cause for o in world.outcomes()}
+    assert causes == {"a": TransferCause.PROTOCOL, "b": None}

@@ -1,0 +1,98 @@
+"""The thread of one link: jobs end, whatever the link does."""
+
+import queue
+import threading
+
+import pytest
+import torch
+
+from kv_transfer.api.errors import TransferCause, TransferError
+from kv_transfer.transport.base import Link
+from kv_transfer.transport.lane import Fence, Lane, RecvJob, SendJob, checksum
+from kv_transfer.transport.loopback import LoopbackLink
+from kv_transfer.transport.watchdog import Watchdog
+
+CPU = torch.device("cpu")
+Ended = queue.SimpleQueue[TransferError | None]
+
+
+def no_link_down(error: TransferError) -> None:
+    raise AssertionError(error)
+
+
+def some_bytes(count: int) -> torch.Tensor:
+    return torch.arange(count, dtype=torch.int64).to(torch.uint8)
+
+
+def a_send(data: torch.Tensor, ended: Ended) -> SendJob:
+    return SendJob(data, Fence(CPU), lambda _: None, ended.put)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [RuntimeError("nobody came"), OSError("refused"), TransferError(TransferCause.DEADLINE)],
+    ids=["torch", "socket", "link"],
+)
+def test_a_link_that_cannot_be_built_fails_every_job_and_is_told_once(failure: Exception) -> None:
+    """A job that never ended would hold its staging bytes for ever, and in the end stop all transfers."""
+
+    def connect() -> Link:
+        raise failure
+
+    downs: Ended = queue.SimpleQueue()
+    ended: Ended = queue.SimpleQueue()
+    lane = Lane("test", connect, downs.put)
+    for _ in range(3):
+        lane.submit(a_send(some_bytes(3), ended))
+
+    errors = [ended.get(timeout=5) for _ in range(3)]
+
+    assert all(error is not None for error in errors)
+    assert downs.get(timeout=5) is not None
+    assert downs.empty()
+    lane.close()
+
+
+def test_the_receiver_finds_the_checksum_that_the_sender_took() -> None:
+    here, there = LoopbackLink.pair()
+    data = some_bytes(5000)
+    announced: queue.SimpleQueue[int] = queue.SimpleQueue()
+    found: queue.SimpleQueue[tuple[int, TransferError | None]] = queue.SimpleQueue()
+    sender, receiver = Lane("s", lambda: there, no_link_down), Lane("r", lambda: here, no_link_down)
+
+    into = torch.empty_like(data)
+    receiver.submit(RecvJob(into, lambda number, error: found.put((number, error))))
+    sender.submit(SendJob(data, Fence(CPU), announced.put, lambda _: None))
+
+    assert found.get(timeout=5) == (announced.get(timeout=5), None)
+    assert torch.equal(into, data)
+    assert checksum(data) != checksum(data.flip(0))
+
+
+def test_closing_a_lane_ends_the_job_that_waits_on_the_wire_and_those_behind_it() -> None:
+    here, _ = LoopbackLink.pair(timeout_s=30)
+    ended: Ended = queue.SimpleQueue()
+    downs: Ended = queue.SimpleQueue()
+    started = threading.Event()
+    lane = Lane("test", lambda: here, downs.put)
+    lane.submit(SendJob(some_bytes(3), Fence(CPU), lambda _: started.set(), ended.put))
+    lane.submit(a_send(some_bytes(3), ended))
+    assert started.wait(5)
+
+    lane.close()
+
+    causes = [error.cause for error in (ended.get(timeout=5), ended.get(timeout=5)) if error]
+    assert causes == [TransferCause.LINK_DOWN] * 2
+
+
+def test_the_watchdog_ends_what_outlives_its_deadline_and_nothing_else() -> None:
+    watchdog = Watchdog()
+    expired, kept = threading.Event(), threading.Event()
+    with watchdog.guard(60, kept.set):
+        pass
+    with watchdog.guard(0.01, expired.set) as guard:
+        assert expired.wait(5)
+
+    assert guard.fired
+    assert not kept.is_set()
+    watchdog.close()
