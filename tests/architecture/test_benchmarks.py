@@ -1,0 +1,30 @@
+"""Figures in the documents are those of the result files."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from load.report import path_tables
+
+ROOT = Path(__file__).parents[2]
+RESULTS = sorted((ROOT / "docs/results").glob("path-*.json"))
+
+
+def test_there_are_results() -> None:
+    assert RESULTS
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda p: p.name)
+def test_tables_in_the_document_are_those_of_the_result(result: Path) -> None:
+    document = (ROOT / "docs/benchmarks.md").read_text()
+
+    assert path_tables(json.loads(result.read_text())) in document
+
+
+@pytest.mark.parametrize("result", RESULTS, ids=lambda p: p.name)
+def test_a_published_result_is_valid(result: Path) -> None:
+    summary = json.loads(result.read_text())["summary"]
+
+    assert summary["failed"] == 0
+    assert summary["invalid"] == []
