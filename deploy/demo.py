@@ -1,5 +1,6 @@
 """`make demo`: the whole system on this machine, two requests through both engines, and away again."""
 
+import io
 import json
 import signal
 import socket
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +22,7 @@ QUESTION: Final = "What is the capital of France?"
 CHAT: Final = "Name three colours of the rainbow."
 REQUEST_TIMEOUT_S: Final = 120.0
 SUMMARY_TIMEOUT_S: Final = 5.0
+_CLI: Final = (sys.executable, "-m", "deploy.cli")
 
 
 class DemoFailed(Exception):
@@ -28,9 +30,11 @@ class DemoFailed(Exception):
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, _interrupt)
+    # Our lines and those of the commands that we run go to the same place, which may be a pipe.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
     try:
-        with tempfile.TemporaryDirectory(prefix="phasegate-demo-") as folder, _system(Path(folder)) as local:
+        with tempfile.TemporaryDirectory(prefix="phasegate-demo-") as folder, system(Path(folder)) as local:
             native = _native(local)
             _explain(Path(folder), native)
             chat = _chat(local)
@@ -46,17 +50,40 @@ def main() -> int:
 
 
 @contextmanager
-def _system(state: Path) -> Iterator[dict[str, Any]]:
-    """Up, ready, and down again whatever happens."""
-    port = _free_port()
+def system(state: Path, cli: Sequence[str] = _CLI) -> Iterator[dict[str, Any]]:
+    """Up, ready, and down again whatever happens: also when a signal comes at any moment.
+
+    Takes both signals over.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Also SIGINT: a shell's background job inherits it ignored, and would hand that on to `up`.
+        signal.signal(number, _interrupt)
     try:
-        up = [*_CLI, "up", "--state", str(state), "--port", str(port), "--detach"]
-        if subprocess.run(up, check=False).returncode:
-            raise DemoFailed("the system did not start")
+        _start(state, cli)
         yield read_private(state / "local.json")
     finally:
-        if subprocess.run([*_CLI, "down", "--state", str(state)], check=False).returncode:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # stopping is bounded, and must not be cut short
+        if subprocess.run([*cli, "down", "--state", str(state)], check=False).returncode:
             print("demo: the system did not stop cleanly", file=sys.stderr)
+
+
+def _start(state: Path, cli: Sequence[str]) -> None:
+    """In a session of its own: a Ctrl-C reaches us alone, and we pass it on once.
+
+    Raises:
+        DemoFailed: it did not start.
+    """
+    argv = [*cli, "up", "--state", str(state), "--port", str(_free_port()), "--detach"]
+    with subprocess.Popen(argv, start_new_session=True) as up:
+        try:
+            code = up.wait()
+        except BaseException:
+            up.send_signal(signal.SIGINT)  # it ends the supervisor, which only it knows of so early
+            up.wait()
+            raise
+    if code:
+        raise DemoFailed("the system did not start")
 
 
 def _native(local: dict[str, Any]) -> str:
@@ -143,8 +170,6 @@ def _free_port() -> int:
 def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
-
-_CLI: Final = (sys.executable, "-m", "deploy.cli")
 
 if __name__ == "__main__":
     sys.exit(main())
