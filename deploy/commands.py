@@ -11,6 +11,7 @@ from typing import Any, Final
 from deploy import config as configuration
 from deploy import control, detach, model_store, profiles
 from deploy.processes import end_marked
+from deploy.signals import StopSwitch
 from deploy.state import StateDir, StateError, clear_runtime, held, open_state, read_private, read_runtime
 
 DOWN_TIMEOUT_S: Final = 90.0
@@ -83,7 +84,11 @@ def _up_detached(options: Namespace) -> int:
         value = getattr(options, name)
         if value is not None:
             arguments += [f"--{name}", str(value)]
-    detach.start(arguments, state, say=say)
+    switch = StopSwitch()
+    switch.install()
+    # The supervisor is in a session of its own: told to stop, we stop it, however we are told.
+    with switch.interrupting():
+        detach.start(arguments, state, say=say)
     return 0
 
 

@@ -99,7 +99,11 @@ def parse(raw: object, *, source: str) -> SystemConfig:
     """
     try:
         # As JSON: a strict check of Python values would want instances of our classes, not mappings.
-        return TypeAdapter(SystemConfig).validate_json(json.dumps({} if raw is None else raw, default=str))
+        text = json.dumps({} if raw is None else raw, default=str, allow_nan=False)
+    except (TypeError, ValueError) as bad:
+        raise ConfigError(f"{source}: not a plain mapping: {bad}") from None
+    try:
+        return TypeAdapter(SystemConfig).validate_json(text)
     except ValidationError as bad:
         lines = [f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}" for e in bad.errors()]
         raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None

@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -124,3 +125,13 @@ def test_a_file_that_is_not_yaml_is_told_in_one_line(tmp_path: Path) -> None:
 def test_folders_follow_the_environment(env: dict[str, str], cache: str, state: str) -> None:
     assert cache_dir(env) == Path(cache)
     assert default_state_dir(env) == Path(state)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["2020-01-01: x", "limits: &a {max_in_flight: *a}", "limits: {request_timeout_s: .nan}"],
+    ids=["date as key", "anchor inside itself", "not a number"],
+)
+def test_what_yaml_allows_and_a_configuration_cannot_hold_is_one_clear_error(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"phasegate\.yaml"):
+        parse(yaml.safe_load(text), source="phasegate.yaml")
