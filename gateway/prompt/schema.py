@@ -152,6 +152,8 @@ class Ask:
     messages: tuple[dict[str, Any], ...]
     """Empty when `raw_prompt` is set."""
     raw_prompt: str | None
+    prompt_field: str
+    """Which field of the body holds the prompt."""
     max_tokens: int | None
     sampling: Sampling
     """Its `max_tokens` is a placeholder until the prompt is counted."""
@@ -200,6 +202,7 @@ def _ask(
         model=model,
         messages=tuple(message.model_dump() for message in messages),
         raw_prompt=raw_prompt,
+        prompt_field="messages" if getattr(body, "prompt", None) is None else "prompt",
         max_tokens=body.max_tokens if body.max_tokens is not None else body.max_completion_tokens,
         sampling=Sampling(
             max_tokens=0,

@@ -125,7 +125,7 @@ def _output_limit(prompt_tokens: int, ask: Ask, renderer: Renderer, default: int
     remaining = renderer.context_length - prompt_tokens
     wanted = ask.max_tokens if ask.max_tokens is not None else 1
     if wanted > remaining:
-        param = "max_tokens" if ask.max_tokens is not None and remaining > 0 else "messages"
+        param = "max_tokens" if ask.max_tokens is not None and remaining > 0 else ask.prompt_field
         raise ContextOverflow.of(prompt_tokens, wanted, renderer.context_length, param=param)
     if ask.max_tokens is not None:
         return ask.max_tokens

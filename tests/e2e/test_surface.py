@@ -41,8 +41,8 @@ def test_a_second_account_has_its_own_key_and_none_of_the_firsts(client: httpx.C
     [
         ({"temperature": 9}, 5006, "temperature"),
         ({"kv_transfer_params": {}}, 5006, "kv_transfer_params"),
-        ({"prompt": "word " * 9000}, 5021, "messages"),
-        ({"prompt": "word " * 9000, "stream": True}, 5021, "messages"),
+        ({"prompt": "word " * 9000}, 5021, "prompt"),
+        ({"prompt": "word " * 9000, "stream": True}, 5021, "prompt"),
     ],
 )
 def test_bad_input_is_refused_before_the_first_byte_and_named(

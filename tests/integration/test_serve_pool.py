@@ -18,7 +18,7 @@ from workers.api import FaultKind, Phase
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
 
-OPTIMISED = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}
+OPTIMISED = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0"}
 
 
 class Engine:

@@ -173,6 +173,21 @@ async def test_context_overflow_is_a_status_with_both_numbers_also_when_streamin
     assert f"maximum output tokens ({total}) exceeded this model context window limit (200)" in message
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "x" * 250}, "prompt"),
+        ({"prompt": "x" * 250, "raw": True}, "prompt"),
+        ({"messages": [{"role": "user", "content": "x" * 250}]}, "messages"),
+        ({"prompt": "hi", "max_tokens": 199}, "max_tokens"),
+    ],
+)
+async def test_context_overflow_names_the_field_that_does_not_fit(body: dict[str, Any], param: str) -> None:
+    answer = await post(RUN, json=body)
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
 async def test_default_answer_length_is_cut_to_what_remains() -> None:
     async with running_gateway() as gateway:
         await gateway.client.post(RUN, json={"prompt": "x" * 100, "raw": True}, headers=AUTH)
