@@ -130,8 +130,8 @@ class VllmEngine:
         )
 
     async def gauges(self) -> EngineGauges:
-        if self.dead:
-            raise EngineFault(FaultKind.ENGINE_DEAD, "the engine process has ended")
+        if self._llm is None or self.dead:
+            raise EngineFault(FaultKind.ENGINE_DEAD, "the engine process is not running")
         return await self._gauges.ask()
 
     @property
