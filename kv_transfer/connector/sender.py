@@ -189,7 +189,11 @@ class Sender:
 
     def _on_done(self, route: bytes, done: m.Done) -> None:
         send = self._sends.get(done.transfer_id)
-        if send is None or send.route != route or send.state is not State.FLUSHED:
+        if send is None or send.route != route or send.offer is None:
+            return
+        all_shipped = send.state is State.SENDING and send.shipped_pages == send.offer.pages
+        if not all_shipped and send.state is not State.FLUSHED:
+            log.warning("done before everything was shipped, ignored", extra={"transfer": done.transfer_id})
             return
         self._on(done.transfer_id, Event.DONE)
 

@@ -57,6 +57,8 @@ TABLE: Final[Mapping[tuple[State, Event], tuple[State, tuple[Do, ...]]]] = {
     (S.PARKED, E.LINK_DOWN): (S.CLOSED, ()),
     (S.PARKED, E.GONE): (S.CLOSED, (Do.SEND_FAILED,)),
     (S.SENDING, E.LAST_SENT): (S.FLUSHED, ()),
+    # The receiver may have everything before our own lane reports that it has sent it.
+    (S.SENDING, E.DONE): _END,
     (S.SENDING, E.ABORT): _STOP,
     (S.SENDING, E.GONE): _STOP,
     (S.SENDING, E.DEADLINE): _STOP,

@@ -8,6 +8,7 @@ import torch
 from kv_transfer.api.errors import TransferCause
 from kv_transfer.api.page import WireFormat
 from kv_transfer.protocol import messages as m
+from kv_transfer.transport.lane import checksum
 from tests.support.transfer_world import ADDRESS, LAYOUT, World
 
 
@@ -307,3 +308,41 @@ def test_messages_out_of_turn_fail_that_transfer_and_no_other(world: World) -> N
 
     causes = {o.order.ticket.transfer_id: o.cause for o in world.outcomes()}
     assert causes == {"a": TransferCause.PROTOCOL, "b": None}
+
+
+def test_pages_are_released_also_when_done_overtakes_the_lanes_own_report(world: World) -> None:
+    """Decode may copy and confirm before prefill's lane thread has said that the bytes are out.
+
+    The confirmation was once ignored then, and the pages stayed held until the request's deadline.
+    """
+    world.announce("t")
+    world.ask("t", pages=1)
+    world.settle()
+    world.ship("t", 0, 1)
+    world.settle(bytes_move=False)
+    wire = world.links["link0"]
+    sending, receiving = wire.sends.popleft(), wire.recvs.popleft()
+    receiving.into.copy_(sending.data)
+    receiving.ended(checksum(receiving.into), None)
+    world.settle()
+    assert [o.cause for o in world.outcomes()] == [None]
+
+    sending.ended(None)
+    world.settle()
+
+    assert world.sender.take_closed() == ["t"]
+    assert world.quiet()
+
+
+def test_a_confirmation_before_everything_was_shipped_ends_nothing(world: World) -> None:
+    world.announce("t")
+    world.ask("t", pages=2)
+    world.settle()
+    world.ship("t", 0, 1)
+    world.settle()
+
+    world.sender.on_message(b"decode-route", m.Done(transfer_id="t"))
+    world.ship("t", 1, 1)
+    world.settle()
+
+    assert [o.cause for o in world.outcomes()] == [None]
