@@ -71,7 +71,7 @@ class BusReceiver:
         """One message from the socket."""
         try:
             frame = decode(data)
-        except (msgspec.ValidationError, msgspec.DecodeError) as bad:
+        except (RecursionError, msgspec.DecodeError) as bad:
             self.malformed += 1
             log.warning("bus.malformed bytes=%d reason=%s", len(data), type(bad).__name__)
             return

@@ -176,7 +176,7 @@ class Courier:
             try:
                 route, data = frames
                 message = m.decode_to_sender(data)
-            except (ValueError, msgspec.DecodeError):
+            except (ValueError, RecursionError, msgspec.DecodeError):
                 log.warning("malformed control message ignored")
                 continue
             if isinstance(message, m.CountRequest):
@@ -189,7 +189,7 @@ class Courier:
         while dealer.poll(0):
             try:
                 message = m.decode_to_receiver(dealer.recv())
-            except msgspec.DecodeError:
+            except (RecursionError, msgspec.DecodeError):
                 log.warning("malformed control message ignored", extra={"peer": address})
                 continue
             self.receiver.on_message(address, message)

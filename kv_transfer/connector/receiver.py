@@ -98,6 +98,10 @@ class Receiver:
 
     def begin(self, order: ReceiveOrder) -> None:
         now = self._now()
+        if self._rank >= len(order.ticket.peer_addresses):
+            log.error("the peer has fewer ranks", extra={"transfer": order.ticket.transfer_id})
+            self._end(Outcome(order, (), now, TransferCause.PROTOCOL))
+            return
         address = order.ticket.peer_addresses[self._rank]
         receive = _Receive(order, address, now, now + order.ticket.deadline_s)
         self._receives[order.ticket.transfer_id] = receive
@@ -142,6 +146,9 @@ class Receiver:
                     extra={"transfer": message.transfer_id, "cause": message.cause, "detail": message.detail},
                 )
                 self._fail(message.transfer_id, Event.REFUSED, message.cause)
+                if message.cause is TransferCause.LINK_DOWN:
+                    # Lost at the other end only: the next transfer needs a new one.
+                    self._forget_lane(address, message.cause)
             case m.Drained():
                 self._on(message.transfer_id, Event.DRAINED)
             case m.Count():

@@ -112,6 +112,9 @@ class Sender:
             if unwanted is not None and unwanted.engine_id == ticket.peer_engine:
                 self._on(transfer_id, Event.ABORT)
             return
+        if send.state is not State.PARKED:
+            log.error("transfer announced twice, ignored", extra={"transfer": transfer_id})
+            return
         send.peer_engine = ticket.peer_engine
         send.due = self._now() + ticket.deadline_s
         self._match(send, Event.ANNOUNCE)
@@ -172,9 +175,7 @@ class Sender:
     def _match(self, send: _Send, event: Event) -> None:
         """Announcement and offer are both known: do they fit?"""
         offer = send.offer
-        if offer is None:
-            log.error("transfer announced twice", extra={"transfer": send.transfer_id})
-            return
+        assert offer is not None
         if offer.engine_id != send.peer_engine:
             send.cause, send.detail = TransferCause.FOREIGN_PEER, ""
             self._on(send.transfer_id, Event.MISFIT)

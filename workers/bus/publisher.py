@@ -63,9 +63,10 @@ class Publisher:
         known = self._gateways.get(gateway_id)
         if known is not None and known.address == address:
             return
+        sink = self._open_sink(address)  # may refuse the address: then everything stays as it was
         if known is not None:
             known.sink.close()
-        self._gateways[gateway_id] = _Gateway(address, self._open_sink(address))
+        self._gateways[gateway_id] = _Gateway(address, sink)
 
     def publish(self, gateway_id: str, item: Item) -> None:
         """Queue an item for the frame of this pass."""

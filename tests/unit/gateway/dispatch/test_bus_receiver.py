@@ -45,3 +45,13 @@ def test_no_bytes_at_all_can_stop_the_receiver(data: bytes) -> None:
     bus.feed(frame(item("r1")))
 
     assert got == [item("r1")]
+
+
+def test_a_message_nested_beyond_all_bounds_is_ignored_like_any_other_malformed_one() -> None:
+    """It once ended the task that listens to the bus: the gateway stayed up, and deaf."""
+    bus = BusReceiver("127.0.0.1", lambda _: None)
+    whole_frame_and_one_field_more = b"\x95" + bytes([BUS_VERSION]) + b"\xa1e\x90\xc0"
+
+    bus.feed(whole_frame_and_one_field_more + b"\x91" * 200_000 + b"\xc0")
+
+    assert bus.malformed == 1

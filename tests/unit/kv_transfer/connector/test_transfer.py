@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kv_transfer.api.errors import TransferCause
+from kv_transfer.api.errors import TransferCause, TransferError
 from kv_transfer.api.page import WireFormat
 from kv_transfer.protocol import messages as m
 from kv_transfer.transport.lane import checksum
@@ -346,3 +346,33 @@ def test_a_confirmation_before_everything_was_shipped_ends_nothing(world: World)
     world.settle()
 
     assert [o.cause for o in world.outcomes()] == [None]
+
+
+def test_a_second_announcement_changes_nothing(world: World) -> None:
+    world.announce("t")
+    world.ask("t", pages=1)
+    world.settle()
+    world.announce("t", peer="somebody else")
+    world.ship("t", 0, 1)
+    world.settle()
+
+    assert [o.cause for o in world.outcomes()] == [None]
+
+
+def test_a_link_lost_at_the_sender_only_fails_at_once_and_is_built_anew(world: World) -> None:
+    world.announce("a")
+    world.ask("a", pages=1)
+    world.settle()
+    sender_down = world.links["link0"].down[1]
+    sender_down(TransferError(TransferCause.LINK_DOWN, "test"))
+    world.settle()
+    assert [o.cause for o in world.outcomes()] == [TransferCause.LINK_DOWN]
+
+    world.announce("b")
+    world.ask("b", pages=1)
+    world.settle()
+    world.ship("b", 0, 1)
+    world.settle()
+
+    assert [o.cause for o in world.outcomes()] == [None]
+    assert "link1" in world.links

@@ -30,8 +30,13 @@ def a_send(data: torch.Tensor, ended: Ended) -> SendJob:
 
 @pytest.mark.parametrize(
     "failure",
-    [RuntimeError("nobody came"), OSError("refused"), TransferError(TransferCause.DEADLINE)],
-    ids=["torch", "socket", "link"],
+    [
+        RuntimeError("nobody came"),
+        OSError("refused"),
+        TypeError("port"),
+        TransferError(TransferCause.DEADLINE),
+    ],
+    ids=["torch", "socket", "argument", "link"],
 )
 def test_a_link_that_cannot_be_built_fails_every_job_and_is_told_once(failure: Exception) -> None:
     """A job that never ended would hold its staging bytes for ever, and in the end stop all transfers."""
