@@ -46,6 +46,8 @@ def start_serve(host: str, port: int) -> None:
     from ray import serve
     from ray.serve.config import HTTPOptions
 
+    # What it has to say on the way goes to its own files; the person at the terminal is told by us.
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
         http_options=HTTPOptions(host=host, port=port),
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
