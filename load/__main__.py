@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from load import path
 from load.servers import ServerFailed
+from load.stacks import SamplerMissing
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,11 +26,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     options = parser().parse_args(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         result, valid = options.run(options, list(arguments))
-    except ServerFailed as bad:
+    except (SamplerMissing, ServerFailed) as bad:
         print(f"load: error: {bad}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("load: stopped", file=sys.stderr)
+        return 130
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -36,8 +42,13 @@ def main(arguments: Sequence[str]) -> int:
     return 0 if valid else 1
 
 
+def _interrupt(*_: object) -> None:
+    """Told to stop by a time limit: the servers must be stopped too."""
+    raise KeyboardInterrupt
+
+
 def show(result: dict[str, Any]) -> None:
-    for row in [*result["rows"], *result["busy"]]:
+    for row in [*result["rows"], *result["cpu"], *result["busy"]]:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
     print(json.dumps(result["summary"], indent=1))
     if result["summary"]["invalid"]:

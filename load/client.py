@@ -69,6 +69,14 @@ async def ask(
         return failure(due_s, sent_s, repr(bad))
 
 
+async def ask_all(
+    http: httpx.AsyncClient, target: Target, prompts: Sequence[list[dict[str, str]]], max_tokens: int
+) -> tuple[Record, ...]:
+    """All at once: they are due now."""
+    due_s = time.perf_counter()
+    return tuple(await asyncio.gather(*(ask(http, target, prompt, max_tokens, due_s) for prompt in prompts)))
+
+
 async def _read(answer: httpx.Response, due_s: float, sent_s: float, clock: Clock) -> Record:
     chunks: list[float] = []
     texts: list[str] = []

@@ -3,23 +3,20 @@
 import argparse
 import asyncio
 import statistics
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 import httpx
 import yaml
 
-from load import stacks
-from load.client import Pulse, Target, ask, objections
+from load.breakdown import Breakdown, breakdown
+from load.client import Pulse, Target, ask_all, objections
 from load.comparison import Measured, rows, summary
 from load.manifest import ROOT, load_average, manifest
 from load.plan import Cell, Pair, rounds
 from load.prompts import messages
-from load.record import Record
 from load.servers import Phasegate, Plain, model_folder, phasegate, plain_vllm, wait_ready
 
 LEAST_ROUNDS: Final = 3
@@ -37,7 +34,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--repeats", type=int, default=8)
     command.add_argument("--output-tokens", type=int, default=32)
     command.add_argument("--budget-s", type=float, default=240.0, help="begin no round after this long")
-    command.add_argument("--sample-s", type=int, default=0, help="then profile each server for so long")
+    command.add_argument(
+        "--sample-s", type=int, default=0, help="then twice so long on each server: where time goes"
+    )
 
 
 def run(options: argparse.Namespace, arguments: list[str]) -> tuple[dict[str, Any], bool]:
@@ -67,11 +66,15 @@ async def _measure(
             beating.cancel()
         header["load_average_during"] = load_average()
         shipped = handoffs(ours, measured)
-        where = await _profile(http, ours, plain, options, rng) if options.sample_s else []
+        where = Breakdown()
+        if options.sample_s:
+            length = sorted(options.lengths)[len(options.lengths) // 2]
+            where = await breakdown(http, ours, plain, length=length, seconds=options.sample_s, rng=rng)
     done = len(measured) // len(cells)
     table = rows(measured, ARMS)
     invalid = (
         verdict(table, done)
+        + length_objections(measured)
         + handoff_objections(shipped)
         + client_objections(
             pulse, measured, [row["ttft_ms_p50"] / 1000 for row in table if "ttft_ms_p50" in row]
@@ -83,7 +86,13 @@ async def _measure(
         "client_late_ms_p99": _p99_ms(pulse.late_s),
         "invalid": invalid,
     }
-    return {"manifest": header, "summary": result, "rows": table, "busy": where}, not invalid
+    return {
+        "manifest": header,
+        "summary": result,
+        "rows": table,
+        "cpu": where.cpu,
+        "busy": where.busy,
+    }, not invalid
 
 
 async def _rounds(
@@ -110,15 +119,8 @@ async def _pair(
     for arm in pair.order:
         rng = Random(pair.prompt_seed)  # the same prompts for both
         prompts = [messages(rng, pair.cell.prompt_tokens) for _ in range(pair.cell.concurrency)]
-        records[arm] = await _batch(http, targets[arm], prompts, output_tokens)
+        records[arm] = await ask_all(http, targets[arm], prompts, output_tokens)
     return Measured(pair.cell, records)
-
-
-async def _batch(
-    http: httpx.AsyncClient, target: Target, prompts: list[list[dict[str, str]]], output_tokens: int
-) -> tuple[Record, ...]:
-    due = time.perf_counter()
-    return tuple(await asyncio.gather(*(ask(http, target, prompt, output_tokens, due) for prompt in prompts)))
 
 
 async def _warm_up(
@@ -127,46 +129,7 @@ async def _warm_up(
     """Twice each length, with two tokens: first shapes are slow, and links are made at their first use."""
     for length in sorted({cell.prompt_tokens for cell in cells}) * 2:
         for target in targets.values():
-            await _batch(http, target, [messages(rng, length)], 2)
-
-
-async def _profile(
-    http: httpx.AsyncClient,
-    ours: Phasegate,
-    plain: Plain,
-    options: argparse.Namespace,
-    rng: Random,
-) -> list[dict[str, Any]]:
-    """Busy time by process and stage while each server computes first tokens, one request after another."""
-    status = ours.status()
-    processes = {
-        OURS: [
-            watched
-            for name, pid in (
-                *(("gateway", row["pid"]) for row in status["gateways"]),
-                *((row["phase"], row["pid"]) for row in status["replicas"]),
-            )
-            for watched in stacks.watched(name, pid)
-        ],
-        THEIRS: stacks.watched("plain vllm", plain.pid),
-    }
-    length = sorted(options.lengths)[len(options.lengths) // 2]
-    found: list[dict[str, Any]] = []
-    for arm, target in ((OURS, ours.target), (THEIRS, plain.target)):
-        with (
-            tempfile.TemporaryDirectory(prefix="load-") as folder,
-            stacks.Sampler(processes[arm], Path(folder), options.sample_s) as sampler,
-        ):
-            end = time.monotonic() + options.sample_s
-            answered: list[Record] = []
-            while time.monotonic() < end:
-                answered += await _batch(http, target, [messages(rng, length)], 1)
-            counts = await asyncio.to_thread(sampler.counts)
-        good = [record for record in answered if not record.failed]
-        ttft_ms = round(statistics.median(record.ttft_s for record in good) * 1000, 1)
-        common = {"arm": arm, "requests": len(good), "ttft_ms_p50_while_sampled": ttft_ms}
-        found += [common | row for row in stacks.rows(counts, len(good))]
-    return found
+            await ask_all(http, target, [messages(rng, length)], 2)
 
 
 def handoffs(ours: Phasegate, measured: Sequence[Measured]) -> list[dict[str, Any]]:
@@ -195,6 +158,17 @@ def verdict(table: list[dict[str, Any]], rounds_done: int) -> list[str]:
     found = [f"{rounds_done} rounds; {LEAST_ROUNDS} are needed"] if rounds_done < LEAST_ROUNDS else []
     failed = sum(row["failed"] for row in table)
     return [*found, f"{failed} requests failed"] if failed else found
+
+
+def length_objections(measured: Sequence[Measured]) -> list[str]:
+    """Both servers must have done the same amount of work."""
+    different = sum(
+        mine.output_tokens != other.output_tokens or mine.prompt_tokens != other.prompt_tokens
+        for pair in measured
+        for mine, other in zip(pair.records[OURS], pair.records[THEIRS], strict=True)
+        if not mine.failed and not other.failed
+    )
+    return [f"{different} requests had prompts or answers of different length"] if different else []
 
 
 def handoff_objections(shipped: list[dict[str, Any]]) -> list[str]:

@@ -8,7 +8,7 @@ LEAST_BUSY_MS = 5.0
 
 
 def path_tables(result: dict[str, Any]) -> str:
-    """Markdown of one `path` result: latencies by arm, then where the processes were busy."""
+    """Markdown of one `path` result: latencies by arm, ratios, and where the time went if that was asked."""
     rows = [
         (
             row["arm"],
@@ -32,18 +32,24 @@ def path_tables(result: dict[str, Any]) -> str:
         for cell in summary["cells"]
     ]
     overall = ("all", "", _interval(summary, "ttft_ratio_p50"), _interval(summary, "tok_s_ratio"))
+    cpu = [
+        (row["arm"], row["process"], f"{row['cpu_ms_per_request']:.0f}", f"{row['ttft_ms_p50']:.0f}")
+        for row in result.get("cpu", ())
+    ]
     busy = [
         (row["arm"], row["process"], row["stage"], f"{row['busy_ms_per_request']:.0f}")
         for row in result["busy"]
         if row["busy_ms_per_request"] >= LEAST_BUSY_MS
     ]
-    return "\n\n".join(
-        (
-            _table(("arm", "prompt tokens", "at once", "requests", "TTFT ms", "ITL ms", "tokens/s"), rows),
-            _table(("prompt tokens", "at once", "TTFT ratio", "tokens/s ratio"), [*cells, overall]),
-            _table(("arm", "process", "stage", "busy ms per request"), busy),
-        )
-    )
+    tables = [
+        _table(("arm", "prompt tokens", "at once", "requests", "TTFT ms", "ITL ms", "tokens/s"), rows),
+        _table(("prompt tokens", "at once", "TTFT ratio", "tokens/s ratio"), [*cells, overall]),
+    ]
+    if cpu:
+        tables.append(_table(("arm", "process", "processor ms per request", "TTFT ms meanwhile"), cpu))
+    if busy:
+        tables.append(_table(("arm", "process", "stage", "busy ms per request"), busy))
+    return "\n\n".join(tables)
 
 
 def _interval(cell: dict[str, Any], name: str) -> str:

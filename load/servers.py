@@ -54,9 +54,18 @@ class Phasegate:
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
+    @property
+    def pid(self) -> int:
+        """Of the process that started all others."""
+        return int(self._runtime()["pid"])
+
+    def _runtime(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.state / "runtime.json").read_text())
+        return found
+
     def summary(self, request_id: str) -> dict[str, Any] | None:
         """The service's own figures of a request that has just ended; None when it knows none."""
-        path = json.loads((self.state / "runtime.json").read_text())["control_socket"]
+        path = self._runtime()["control_socket"]
         deadline = time.monotonic() + SUMMARY_WAIT_S
         with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://control") as http:
             while True:

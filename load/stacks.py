@@ -44,6 +44,10 @@ STAGES: Final[tuple[tuple[str, str], ...]] = (
 OTHER: Final = "other"
 
 
+class SamplerMissing(Exception):
+    """Stacks cannot be sampled here."""
+
+
 @dataclass(frozen=True, slots=True)
 class Watched:
     name: str
@@ -120,7 +124,7 @@ class Sampler:
     def __enter__(self) -> Self:
         tool = which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
         if tool is None:
-            raise FileNotFoundError("py-spy is not installed")
+            raise SamplerMissing("py-spy is not installed")
         with ExitStack() as undo:
             undo.callback(self._stop)
             for process in self._processes:

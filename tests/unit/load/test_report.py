@@ -22,11 +22,15 @@ def result(**changed: Any) -> dict[str, Any]:
         "tok_s": 12.56,
     }
     cell = {"prompt_tokens": 128, "concurrency": 4}
-    return {"rows": [row], "summary": ratio | {"cells": [cell | ratio]}, "busy": []} | changed
+    return {"rows": [row], "summary": ratio | {"cells": [cell | ratio]}, "cpu": [], "busy": []} | changed
 
 
 def busy(stage: str, milliseconds: float) -> dict[str, Any]:
     return {"arm": "ours", "process": "prefill", "stage": stage, "busy_ms_per_request": milliseconds}
+
+
+def cpu() -> dict[str, Any]:
+    return {"arm": "ours", "process": "prefill", "cpu_ms_per_request": 41.6, "ttft_ms_p50": 700.4}
 
 
 def test_a_row_and_its_ratios_read_as_the_documents_print_them() -> None:
@@ -38,7 +42,18 @@ def test_a_row_and_its_ratios_read_as_the_documents_print_them() -> None:
 
 
 def test_stages_that_are_noise_are_left_out() -> None:
-    text = path_tables(result(busy=[busy("model", 5.0), busy("HTTP", 4.9)]))
+    text = path_tables(result(cpu=[cpu()], busy=[busy("model", 5.0), busy("HTTP", 4.9)]))
 
     assert "| ours | prefill | model | 5 |" in text
     assert "HTTP" not in text
+
+
+def test_processor_time_stands_beside_the_first_tokens_time_of_the_same_window() -> None:
+    assert "| ours | prefill | 42 | 700 |" in path_tables(result(cpu=[cpu()]))
+
+
+def test_a_run_that_did_not_ask_where_time_goes_has_no_tables_of_it() -> None:
+    text = path_tables(result())
+
+    assert "processor ms" not in text
+    assert "busy ms" not in text
