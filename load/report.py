@@ -34,7 +34,7 @@ def path_tables(result: dict[str, Any]) -> str:
     overall = ("all", "", _interval(summary, "ttft_ratio_p50"), _interval(summary, "tok_s_ratio"))
     cpu = [
         (row["arm"], row["process"], f"{row['cpu_ms_per_request']:.0f}", f"{row['ttft_ms_p50']:.0f}")
-        for row in result.get("cpu", ())
+        for row in result["cpu"]
     ]
     busy = [
         (row["arm"], row["process"], row["stage"], f"{row['busy_ms_per_request']:.0f}")
