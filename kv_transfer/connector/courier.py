@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 TICK_MS = 50
 """How late a deadline may be noticed."""
+MOST_MESSAGE_BYTES = 64 * 2**10
+"""Control messages have a few hundred bytes; page bytes never travel in them."""
 PARK_S = 60.0
 """Longest that an offer waits for its announcement: a request may queue that long on the prefill side."""
 
@@ -47,6 +49,7 @@ class Courier:
         self._zmq = zmq.Context(1)
         self._router = self._zmq.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
         port = self._router.bind_to_random_port(f"tcp://{config.bind_host}")
         self.address = f"tcp://{config.bind_host}:{port}"
         self._dealers: dict[str, zmq.Socket[bytes]] = {}
@@ -97,6 +100,7 @@ class Courier:
         if dealer is None:
             dealer = self._zmq.socket(zmq.DEALER)
             dealer.setsockopt(zmq.LINGER, 0)
+            dealer.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
             dealer.connect(address)
             self._poller.register(dealer, zmq.POLLIN)
             self._dealers[address] = dealer

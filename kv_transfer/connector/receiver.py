@@ -212,6 +212,8 @@ class Receiver:
         if found != message.checksum:
             log.error("checksum differs", extra={"transfer": message.transfer_id, "link": link.link_id})
             self._fail(message.transfer_id, Event.CORRUPT, TransferCause.CHECKSUM)
+            # The two ends may have lost step, and then every later page would be another's.
+            self._close_lane(receive.lane_address, "bytes were not what was announced")
             return
         receive.groups.append(
             PageGroup(message.first_page - receive.order.first_page, message.pages, staging)

@@ -53,6 +53,14 @@ class _Unwanted:
     due: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Over:
+    """A transfer that was announced and has ended: whoever asks for it now is told at once."""
+
+    cause: TransferCause
+    due: float
+
+
 class Sender:
     def __init__(
         self,
@@ -69,6 +77,7 @@ class Sender:
         self._park_s, self._staging_bytes = park_s, staging_bytes
         self._sends: dict[str, _Send] = {}
         self._unwanted: dict[str, _Unwanted] = {}
+        self._over: dict[str, _Over] = {}
         self._lanes: dict[str, LaneLike] = {}
         self._lock = threading.Lock()
         self._wanted: dict[str, Want] = {}
@@ -108,6 +117,7 @@ class Sender:
         if send is None:
             due = self._now() + ticket.deadline_s
             self._sends[transfer_id] = _Send(transfer_id, due, State.ANNOUNCED, ticket.peer_engine)
+            self._over.pop(transfer_id, None)
             unwanted = self._unwanted.pop(transfer_id, None)
             if unwanted is not None and unwanted.engine_id == ticket.peer_engine:
                 self._on(transfer_id, Event.ABORT)
@@ -142,9 +152,9 @@ class Sender:
                     TransferCause.UNKNOWN_TRANSFER if send.state is State.PARKED else TransferCause.DEADLINE
                 )
                 self._give_up(transfer_id, Event.DEADLINE, cause)
-        for transfer_id, unwanted in list(self._unwanted.items()):
-            if now >= unwanted.due:
-                del self._unwanted[transfer_id]
+        for remembered in (self._unwanted, self._over):
+            for transfer_id in [key for key, entry in remembered.items() if now >= entry.due]:
+                del remembered[transfer_id]
 
     def close(self) -> None:
         for lane in self._lanes.values():
@@ -159,6 +169,8 @@ class Sender:
             self._refuse(route, transfer_id, TransferCause.PROTOCOL, detail)
         elif offer.pages < 1 or offer.first_page < 0:
             self._refuse(route, transfer_id, TransferCause.PROTOCOL, "no pages asked for")
+        elif send is None and transfer_id in self._over:
+            self._refuse(route, transfer_id, self._over[transfer_id].cause, "it is over")
         elif send is None:
             due = self._now() + self._park_s
             send = _Send(transfer_id, due, State.PARKED, offer=offer, route=route)
@@ -299,6 +311,8 @@ class Sender:
                 self._wanted.pop(transfer_id, None)
         if send.state is State.CLOSED:
             del self._sends[transfer_id]
+            if send.peer_engine:
+                self._over[transfer_id] = _Over(send.cause, self._now() + self._park_s)
         else:
             self._if_quiet(transfer_id)
 

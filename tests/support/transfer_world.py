@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import torch
 
@@ -132,8 +133,17 @@ class World:
         order = ReceiveOrder(f"request-{transfer_id}", ticket, first_page, tuple(range(10, 10 + pages)))
         self.receiver.begin(order)
 
+    def start(self, transfer_id: str, *, pages: int = 3, first_page: int = 0) -> None:
+        """Announced, asked for and agreed on: pages may be shipped."""
+        self.announce(transfer_id)
+        self.ask(transfer_id, pages=pages, first_page=first_page)
+        self.settle()
+
     def ship(self, transfer_id: str, first_page: int, pages: int) -> torch.Tensor:
-        data = torch.arange(pages * LAYOUT.page_bytes, dtype=torch.int64).to(torch.uint8) + first_page
+        """Bytes that no other page of any other transfer has."""
+        start = crc32(f"{transfer_id}/{first_page}".encode())
+        data = torch.arange(start, start + pages * LAYOUT.page_bytes, dtype=torch.int64) * 2654435761 % 251
+        data = data.to(torch.uint8)
         self.sender.ship(transfer_id, first_page, pages, data, Fence(CPU))
         return data
 

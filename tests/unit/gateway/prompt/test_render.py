@@ -1,6 +1,5 @@
 """The real renderer, on the embedded model's tokenizer and template."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -9,21 +8,12 @@ from gateway.errors import ContextOverflow
 from gateway.prompt.derender import Detokeniser
 from gateway.prompt.render import VllmRenderer
 
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phasegate"
-MODEL_DIR = Path(os.environ.get("PHASEGATE_TEST_MODEL_DIR") or CACHE / "models/smollm2-135m")
-
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(
-        not (MODEL_DIR / "tokenizer.json").exists(), reason="the embedded model is not prepared"
-    ),
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")
-def renderer() -> VllmRenderer:
-    return VllmRenderer(str(MODEL_DIR), context_length=512)
+def renderer(model_dir: Path) -> VllmRenderer:
+    return VllmRenderer(str(model_dir), context_length=512)
 
 
 def text_of(renderer: VllmRenderer, token_ids: tuple[int, ...]) -> str:

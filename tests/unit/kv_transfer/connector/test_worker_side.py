@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from kv_transfer.api.errors import TransferCause
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
 from kv_transfer.connector.config import ConnectorConfig
 from kv_transfer.connector.metadata import Held, ReceiveOrder, SendProgress, StepOrders
-from kv_transfer.connector.worker_side import WorkerSide
+from kv_transfer.connector.worker_side import CourierDied, WorkerSide
 
 BLOCK = 4
 PROMPT = 10
@@ -222,3 +222,37 @@ def test_many_transfers_share_one_link_and_each_gets_its_own_pages(pair: tuple[W
 
     for number in range(5):
         assert torch.equal(decode.caches["layer1"][15 - number], prefill.caches["layer1"][number + 1])
+
+
+def test_a_superseded_receive_writes_nothing(pair: tuple[Worker, Worker]) -> None:
+    """Its pages may belong to another request by the time its bytes are here."""
+    prefill, decode = pair
+    for number, transfer_id in enumerate(("old", "new"), start=1):
+        prefill.write(number, float(number))
+        prefill.step(announced(transfer_id))
+        order = asked(transfer_id, prefill, (number,)).receives[0]
+        decode.step(StepOrders(receives=[replace(order, request_id="same")]))
+    prefill.step(computed("old", (1,), PROMPT))
+    prefill.step(computed("new", (2,), PROMPT))
+
+    until((prefill, decode), lambda: decode.received == ["same"])
+    some_steps(prefill, decode)
+
+    assert decode.received == ["same"]
+    assert decode.caches["layer0"][1].abs().sum() == 0
+    assert torch.equal(decode.caches["layer0"][2], prefill.caches["layer0"][2])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_whose_courier_died_does_not_go_on(pair: tuple[Worker, Worker]) -> None:
+    """Its transfers would hang until their deadlines; its replica must be replaced instead."""
+    _, decode = pair
+    order = asked("t", pair[0], (1,)).receives[0]
+    nowhere = replace(order.ticket, peer_addresses=("not an address",))
+
+    def keep_stepping() -> None:
+        decode.step(StepOrders(receives=[replace(order, ticket=nowhere)]))
+        some_steps(decode)
+
+    with pytest.raises(CourierDied):
+        keep_stepping()

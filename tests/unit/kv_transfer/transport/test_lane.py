@@ -101,3 +101,22 @@ def test_the_watchdog_ends_what_outlives_its_deadline_and_nothing_else() -> None
     assert guard.fired
     assert not kept.is_set()
     watchdog.close()
+
+
+def test_bytes_are_not_looked_at_before_the_engines_work_on_them_is_done() -> None:
+    """On CUDA the gather is only queued when a job is submitted: the fence says when it has run."""
+    happened: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    class RecordingFence(Fence):
+        def wait(self) -> None:
+            happened.put("waited")
+
+    here, there = LoopbackLink.pair()
+    lane = Lane("test", lambda: there, no_link_down)
+    lane.submit(
+        SendJob(some_bytes(3), RecordingFence(CPU), lambda _: happened.put("checksum"), lambda _: None)
+    )
+    here.recv(torch.empty(3, dtype=torch.uint8))
+
+    assert [happened.get(timeout=5), happened.get(timeout=5)] == ["waited", "checksum"]
+    lane.close()
