@@ -198,6 +198,7 @@ def gateway_config(plan: Plan) -> GatewayConfig:
         request_timeout_s=limits.request_timeout_s,
         silence_s=limits.silence_s,
         proxy_labels=True,
+        holds=plan.config.testing.holds,
     )
 
 

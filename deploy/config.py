@@ -65,10 +65,14 @@ class TestingConfig:
 
     drop_bus_frame: int | None = None
     """Each decode replica loses its Nth frame with tokens, once."""
+    holds: str | None = None
+    """Folder of barriers that keep requests in a stage; an absolute path."""
 
     def __post_init__(self) -> None:
         if self.drop_bus_frame is not None and self.drop_bus_frame < 1:
             raise ValueError(f"drop_bus_frame counts from 1, not {self.drop_bus_frame}")
+        if self.holds is not None and not Path(self.holds).is_absolute():
+            raise ValueError("holds must be an absolute path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

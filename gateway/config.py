@@ -36,6 +36,8 @@ class GatewayConfig:
     """From arrival to the last token."""
     proxy_labels: bool = False
     """A proxy in front gives requests an `x-request-id` and returns it on answers, as Serve's does."""
+    holds: str | None = None
+    """Folder of barriers for tests, in mode `dev` only: see `kv_transfer.testing.holds`."""
     silence_s: float = 10.0
     """An engine that says nothing on the bus for so long is taken for dead. Heartbeats come each second."""
 
@@ -43,6 +45,8 @@ class GatewayConfig:
         for name in ("max_body_bytes", "max_in_flight", "request_timeout_s", "silence_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
+        if self.holds is not None and self.mode != "dev":
+            raise ValueError("holds: barriers on purpose are refused unless mode is dev")
         if self.silence_s < 3:
             raise ValueError(
                 f"silence_s must be at least 3: heartbeats come once a second, not {self.silence_s}"

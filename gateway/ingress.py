@@ -19,6 +19,7 @@ from gateway.dispatch.summary import Summaries
 from gateway.prompt.render import Renderer, VllmRenderer
 from gateway.services import Capacity, ServedModel, Services
 from gateway.tenants.store import TenantStore, wall_clock
+from kv_transfer.testing.holds import holds_in
 
 
 class Gateway:
@@ -50,6 +51,7 @@ class Gateway:
                 models=(ServedModel(facts=config.model, renderer=renderer, engines=engines),),
                 capacity=self._capacity,
                 wall_clock=wall_clock,
+                holds=holds_in(config.holds),
             )
         )
 

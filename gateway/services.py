@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from gateway.config import GatewayConfig, ModelFacts
@@ -10,6 +10,7 @@ from gateway.dispatch import driver
 from gateway.errors import RETRY_AFTER_S, OutOfCapacity
 from gateway.prompt.render import Renderer
 from gateway.tenants.model import Tenant
+from kv_transfer.testing.holds import Holds, NoHolds
 
 
 class KeyResolver(Protocol):
@@ -51,6 +52,8 @@ class Services:
     capacity: Capacity
     wall_clock: Callable[[], float]
     """Unix seconds, for `created`."""
+    holds: Holds = field(default_factory=NoHolds)
+    """Barriers on purpose, for tests."""
 
     def model(self, name: str) -> ServedModel | None:
         """By id or alias."""

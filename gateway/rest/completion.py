@@ -55,14 +55,17 @@ async def complete(
     default_max_tokens: int | None,
 ) -> Response:
     """The answer. Every error that can be known before the first token is raised, also when streaming."""
+    request_id = request_id_of(request.scope)
     async with AsyncExitStack() as stack:
+        await services.holds.at("before_admission", request_id)
         stack.enter_context(services.capacity.slot())
+        await services.holds.at("rendering", request_id)
         token_ids = await _render(served.renderer, ask)
         limit = _output_limit(len(token_ids), ask, served.renderer, default_max_tokens)
         if ask.sampling.top_k > served.renderer.vocabulary_size:
             raise bad_input(f"'/top_k' must be <= {served.renderer.vocabulary_size}", "top_k")
         job = Job(
-            request_id=request_id_of(request.scope),
+            request_id=request_id,
             label=label_of(request.scope),
             token_ids=token_ids,
             cache_salt=combined_salt(tenant.account.cache_salt, ask.cache_salt),

@@ -122,7 +122,7 @@ class WorkerSide:
         courier = self._running()
         for transfer_id, want in courier.sender.wanted().items():
             table = self._tables.get(transfer_id)
-            if table is not None:
+            if table is not None and not self._faults.keeps_pages(transfer_id):
                 self._ship_ready(courier, transfer_id, table, want.first_page, want.pages)
 
     def finish_step(self, *, idle: bool) -> Finished:
@@ -131,7 +131,7 @@ class WorkerSide:
         if idle and not (courier.receiver.news.is_set() or courier.sender.news.is_set()):
             courier.receiver.news.wait(IDLE_WAIT_S)
         finished = Finished(set(), set(), set())
-        for outcome in courier.receiver.take():
+        for outcome in self._faults.due(courier.receiver.take()):
             self._finish_receive(courier, outcome, finished)
         self._closed.update(self._live.intersection(courier.sender.take_closed()))
         for transfer_id in self._closed & self._held.keys():
@@ -182,7 +182,8 @@ class WorkerSide:
             page_ids = self._faults.pages(transfer_id, table.page_ids[start:end])
             data = self._codec.encode(self._caches, page_ids)
             table.shipped_pages += end - start
-            courier.sender.ship(transfer_id, start, end - start, data, Fence(data.device))
+            fence = self._faults.fence(transfer_id, Fence(data.device))
+            courier.sender.ship(transfer_id, start, end - start, data, fence)
 
     def _finish_receive(self, courier: Courier, outcome: Outcome, finished: Finished) -> None:
         order = outcome.order

@@ -1,8 +1,12 @@
-"""What a broken transfer would do, for tests that must notice it."""
+"""What a broken transfer would do, for tests that must notice it; and barriers inside a transfer."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 from kv_transfer.api.faults import FaultConfig
+from kv_transfer.connector.receiver import Outcome
+from kv_transfer.testing.holds import LONGEST_S, LOOK_EVERY_S, Holds, holds_in
+from kv_transfer.transport.lane import Fence
 
 
 class Faults:
@@ -11,6 +15,8 @@ class Faults:
     def __init__(self, config: FaultConfig) -> None:
         self._config = config
         self._last: Sequence[int] = ()
+        self._holds = holds_in(config.holds)
+        self._kept: list[Outcome] = []
 
     def pages(self, transfer_id: str, page_ids: Sequence[int]) -> Sequence[int]:
         """The pages to gather instead of `page_ids`: with `foreign_pages`, those of an earlier group."""
@@ -20,3 +26,39 @@ class Faults:
         if not earlier or not transfer_id.startswith(self._config.only_transfers):
             return page_ids
         return [earlier[i % len(earlier)] for i in range(len(page_ids))]
+
+    def keeps_pages(self, transfer_id: str) -> bool:
+        """Barrier `ship`: pages that could leave do not, in this step."""
+        return self._holds.held("ship", transfer_id)
+
+    def fence(self, transfer_id: str, fence: Fence) -> Fence:
+        """Barrier `wire`: the lane has a page group and does not send it yet."""
+        return fence if self._config.holds is None else HeldFence(fence, self._holds, transfer_id)
+
+    def due(self, outcomes: Iterable[Outcome]) -> list[Outcome]:
+        """Barrier `copy_in`: pages that have all arrived are not copied yet."""
+        waiting, self._kept = [*self._kept, *outcomes], []
+        due = []
+        for outcome in waiting:
+            arrived = outcome.cause is None
+            if arrived and self._holds.held("copy_in", outcome.order.ticket.transfer_id):
+                self._kept.append(outcome)
+            else:
+                due.append(outcome)
+        return due
+
+
+class HeldFence(Fence):
+    """A fence that also waits for a barrier, on the lane's thread."""
+
+    def __init__(
+        self, fence: Fence, holds: Holds, transfer_id: str, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self._fence, self._holds, self._transfer_id, self._sleep = fence, holds, transfer_id, sleep
+
+    def wait(self) -> None:
+        self._fence.wait()
+        for _ in range(int(LONGEST_S / LOOK_EVERY_S)):
+            if not self._holds.held("wire", self._transfer_id):
+                return
+            self._sleep(LOOK_EVERY_S)

@@ -16,6 +16,8 @@ from workers.api import BUS_VERSION, Frame, Gauges, Item
 from workers.api.bus import encode
 from workers.bus.sink import FrameSink, OpenSink
 
+AWAY_AFTER_BEATS: Final = 10
+"""A gateway not connected for so many heartbeats in a row is gone: nobody reads its requests' tokens."""
 FORGET_AFTER_BEATS: Final = 20
 """A gateway not connected for so many heartbeats is forgotten."""
 
@@ -57,6 +59,15 @@ class Publisher:
     @property
     def gateways(self) -> tuple[str, ...]:
         return tuple(self._gateways)
+
+    @property
+    def away(self) -> frozenset[str]:
+        """Gateways that were connected or ought to be, and have not been for `AWAY_AFTER_BEATS`."""
+        return frozenset(
+            gateway_id
+            for gateway_id, gateway in self._gateways.items()
+            if gateway.beats_away >= AWAY_AFTER_BEATS
+        )
 
     def attach(self, gateway_id: str, address: str) -> None:
         """Send to this gateway from now on. Repeating it changes nothing; a new address replaces the old."""

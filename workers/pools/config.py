@@ -23,28 +23,37 @@ class ReplicaConfig:
     """Address of the internal interface."""
     device: Device = "cpu"
     mode: Literal["dev", "production"] = "production"
-    testing: Mapping[str, int] = field(default_factory=dict)
+    testing: Mapping[str, int | str] = field(default_factory=dict)
     """Faults on purpose, in mode `dev` only.
 
     `drop_bus_frame: N` loses the N-th frame with tokens. `foreign_pages: true` ships pages
-    of another request.
+    of another request. `holds: FOLDER` watches barriers there: see `kv_transfer.testing.holds`.
     """
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.testing) - {"drop_bus_frame", "foreign_pages"})
+        unknown = sorted(set(self.testing) - {"drop_bus_frame", "foreign_pages", "holds"})
         if unknown:
             raise ReplicaConfigError(f"testing.{unknown[0]}: no such fault")
         if self.testing and self.mode != "dev":
             raise ReplicaConfigError("testing: faults on purpose are refused unless mode is dev")
-        if self.testing.get("drop_bus_frame", 1) < 1:
+        if int(self.testing.get("drop_bus_frame", 1)) < 1:
             raise ReplicaConfigError("testing.drop_bus_frame: counted from 1")
 
     def model_profile(self) -> ModelProfile:
         return parse_profile(self.profile, source="replica configuration: profile")
 
-    def connector_faults(self) -> dict[str, bool]:
-        return {"foreign_pages": True} if self.testing.get("foreign_pages") else {}
+    def connector_faults(self) -> dict[str, bool | str]:
+        faults: dict[str, bool | str] = {}
+        if self.testing.get("foreign_pages"):
+            faults["foreign_pages"] = True
+        if (folder := self.holds()) is not None:
+            faults["holds"] = folder
+        return faults
+
+    def holds(self) -> str | None:
+        folder = self.testing.get("holds")
+        return None if folder is None else str(folder)
 
     def drop(self) -> DropFrame | None:
         n = self.testing.get("drop_bus_frame")
-        return None if n is None else drop_nth(n)
+        return None if n is None else drop_nth(int(n))

@@ -39,9 +39,11 @@ class DecodeReplica(Replica):
         if refused is not None:
             return refused
         started = self._parts.now()
+        place = self._places.take(request.request_id, request.gateway_id)
         tokens = self._history.begin(request.request_id)
         try:
-            async with asyncio.timeout(request.deadline_s):
+            async with asyncio.timeout(request.deadline_s) as limit:
+                place.under(limit)
                 ending = await self._produce(request, tokens)
                 await self._bus.flushed()
             return DecodeResult(
@@ -54,9 +56,10 @@ class DecodeReplica(Replica):
         except asyncio.CancelledError:
             raise
         except BaseException as bad:  # noqa: BLE001 - not even SystemExit may leave: its caller would hang
-            return self._fault(request.request_id, bad, request.deadline_s)
+            return self._fault(request.request_id, place.reason(bad), request.deadline_s)
         finally:
             self._history.end(request.request_id, tokens)
+            self._places.give_back(place)
             self._leave()
 
     async def refetch(
@@ -73,12 +76,16 @@ class DecodeReplica(Replica):
         return RefetchResult(first_index=from_index, token_ids=tokens)
 
     async def _produce(self, request: DecodeRequest, tokens: list[int]) -> Ending:
+        await self._parts.holds.at("decode_called", request.request_id)
         ticket = await self._ticket(request)
         self._bus.attach(request.gateway_id, request.bus_address)
         deltas = self._engine.decode(request, ticket)
         async with aclosing(deltas):
             async for delta in deltas:
                 ending = delta.ending
+                if tokens:
+                    stage = "decoding" if ending is None else "last_token"
+                    await self._parts.holds.at(stage, request.request_id)
                 item = Item(
                     request_id=request.request_id,
                     attempt=request.attempt,

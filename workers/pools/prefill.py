@@ -16,6 +16,7 @@ class PrefillReplica(Replica):
         if refused is not None:
             return refused
         started = self._parts.now()
+        place = self._places.take(request.request_id)
         ticket = Ticket(
             transfer_id=request.transfer_id,
             role=Role.SEND,
@@ -23,12 +24,15 @@ class PrefillReplica(Replica):
             deadline_s=request.deadline_s,
         )
         try:
-            async with asyncio.timeout(request.deadline_s):
+            async with asyncio.timeout(request.deadline_s) as limit:
+                place.under(limit)
+                await self._parts.holds.at("prefill_called", request.request_id)
                 cached = await self._engine.prefill(request, ticket)
             return PrefillResult(cached_tokens=cached, seconds=self._parts.now() - started)
         except asyncio.CancelledError:
             raise
         except BaseException as bad:  # noqa: BLE001 - not even SystemExit may leave: its caller would hang
-            return self._fault(request.request_id, bad, request.deadline_s)
+            return self._fault(request.request_id, place.reason(bad), request.deadline_s)
         finally:
+            self._places.give_back(place)
             self._leave()

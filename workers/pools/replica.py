@@ -7,16 +7,18 @@ import os
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from kv_transfer.api import EngineGauges
+from kv_transfer.testing.holds import Holds, NoHolds, holds_in
 from workers.api import FaultKind, Gauges, Phase, ReplicaInfo, ReplicaStatus, WorkerFault
 from workers.bus.publisher import Publisher
 from workers.bus.sink import OpenSink, ZmqSink
 from workers.engine.base import Engine, EngineFault
 from workers.pools.config import ReplicaConfig
 from workers.pools.lifecycle import Intake, Refusal, Stage
+from workers.pools.places import Places
 from workers.pools.registry import PeerRegistry, RayRegistry
 
 HEARTBEAT_S: Final = 0.5
@@ -46,6 +48,8 @@ class Parts:
     open_sink: OpenSink
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    holds: Holds = field(default_factory=NoHolds)
+    """Barriers on purpose, for tests."""
 
 
 def real_parts(config: ReplicaConfig, phase: Phase, replica_id: str) -> Parts:
@@ -68,6 +72,7 @@ def real_parts(config: ReplicaConfig, phase: Phase, replica_id: str) -> Parts:
         replica_id=replica_id,
         registry=RayRegistry(),
         open_sink=ZmqSink,
+        holds=holds_in(config.holds()),
     )
 
 
@@ -85,6 +90,7 @@ class Replica:
         self._parts = parts
         self._engine = parts.engine
         self._intake = Intake(self._part.max_sequences * QUEUE_FACTOR)
+        self._places = Places()
         self._bus = Publisher(parts.engine_id, parts.open_sink, drop=config.drop())
         self._beating: asyncio.Task[None] | None = None
         self._idle = asyncio.Event()
@@ -208,8 +214,26 @@ class Replica:
                 heard = self._parts.now()
             except EngineFault as fault:
                 log.warning("engine %s: %s", self._parts.engine_id, fault)
-            if self._parts.now() - heard < SILENCE_S:
-                self._bus.heartbeat(
-                    Gauges(free_pages=gauges.free_pages, running=gauges.running, waiting=gauges.waiting)
-                )
+            except Exception:
+                # Without heartbeats every gateway takes the replica for dead: they outlive any mistake here.
+                log.exception("engine %s: no gauges", self._parts.engine_id)
+            try:
+                if self._parts.now() - heard < SILENCE_S:
+                    self._bus.heartbeat(
+                        Gauges(free_pages=gauges.free_pages, running=gauges.running, waiting=gauges.waiting)
+                    )
+                self._end_orphans()
+            except Exception:
+                log.exception("engine %s: heartbeat failed", self._parts.engine_id)
             await self._parts.sleep(HEARTBEAT_S)
+
+    def _end_orphans(self) -> None:
+        """A killed gateway cancels nothing: whoever it has inside would be computed for nobody."""
+        gone = self._bus.away
+        ended = self._places.end(
+            FaultKind.INTERNAL, "the gateway is gone", lambda place: place.gateway_id in gone
+        )
+        if ended:
+            log.warning(
+                "engine %s: ended %d requests of gateways that are gone", self._parts.engine_id, ended
+            )
