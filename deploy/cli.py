@@ -9,7 +9,6 @@ from pathlib import Path
 
 from deploy import commands
 from deploy.chat import ChatError
-from deploy.config import ConfigError
 from deploy.control import ControlError
 from deploy.detach import DetachError
 from deploy.logs import FORMAT
@@ -18,6 +17,7 @@ from deploy.redis_server import RedisError
 from deploy.signals import StopRequested
 from deploy.state import StateError
 from deploy.tenants import TenantError
+from deploy.yaml_file import ConfigError
 
 EXPECTED = (
     ChatError,
@@ -36,9 +36,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="COMMAND")
 
     up = _verb(verbs, "up", "start the system and serve until Ctrl-C", commands.up)
-    up.add_argument("--profile", help="model profile: a name (see `model list`) or a file")
-    up.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
-    up.add_argument("--port", type=int, help="HTTP port (default 8600)")
+    _configured(up)
     up.add_argument("--detach", action="store_true", help="return when ready; serve in the background")
     _state(up)
 
@@ -53,6 +51,13 @@ def parser() -> argparse.ArgumentParser:
     chat.add_argument("--max-tokens", type=_positive, default=256)
     chat.add_argument("--temperature", type=float, default=0.0, help="0 (the default): always the likeliest")
     _state(chat)
+
+    config = verbs.add_parser("config", help="the configuration, before anything is started")
+    configs = config.add_subparsers(dest="config_verb", required=True, metavar="COMMAND")
+    check = _verb(configs, "check", "tell everything that stands in a start's way", commands.config_check)
+    _configured(check)
+    _state(check)
+    _configured(_verb(configs, "show", "show every value and where it comes from", commands.config_show))
 
     key = verbs.add_parser("key", help="API keys of the running system")
     keys = key.add_subparsers(dest="key_verb", required=True, metavar="COMMAND")
@@ -87,6 +92,12 @@ def _verb(
     made = among.add_parser(name, help=text, description=text)
     made.set_defaults(act=act)
     return made
+
+
+def _configured(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--profile", help="model profile: a name (see `model list`) or a file")
+    verb.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
+    verb.add_argument("--port", type=int, help="HTTP port (default 8600)")
 
 
 def _state(verb: argparse.ArgumentParser) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.app import APP_NAME, DECODE, GATEWAY, PREFILL
+from deploy.cluster_environment import OBJECT_STORE_BYTES
+from deploy.config import DashboardConfig
 
-OBJECT_STORE_BYTES: Final = 100 * 1024**2
 LOGICAL_CPUS: Final = 16
 """More than there are: replicas share cores, and their threads are set by the profile."""
 LOOPBACK: Final = "127.0.0.1"
@@ -22,7 +23,7 @@ class ClusterError(Exception):
     """The cluster or the application did not come up. The message has what it said last."""
 
 
-def start_ray(scratch: Path) -> None:
+def start_ray(scratch: Path, dashboard: DashboardConfig) -> None:
     """A local cluster whose files lie in `scratch`, which must have a short path (it holds sockets).
 
     The environment of `driver_environment` must stand.
@@ -33,7 +34,9 @@ def start_ray(scratch: Path) -> None:
         address="local",
         num_cpus=LOGICAL_CPUS,
         object_store_memory=OBJECT_STORE_BYTES,
-        include_dashboard=False,
+        include_dashboard=dashboard.host is not None,
+        dashboard_host=dashboard.host or LOOPBACK,
+        dashboard_port=dashboard.port if dashboard.host is not None else None,
         log_to_driver=False,
         logging_level=logging.ERROR,
         _temp_dir=str(scratch / "ray"),

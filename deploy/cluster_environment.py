@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+OBJECT_STORE_BYTES: Final = 100 * 1024**2
+"""Shared memory for Ray's object store: no request passes through it, but Ray wants some."""
+
 SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
     # Handles are built in the mode of the process that deploys: it stands in replicas *and* in the driver.
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",

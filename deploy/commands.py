@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy import config as configuration
-from deploy import control, detach, model_store, profiles
+from deploy import config_file, control, detach, model_store, preflight, profiles
 from deploy.processes import end_marked
 from deploy.signals import StopSwitch
 from deploy.state import StateDir, StateError, clear_runtime, held, open_state, read_private, read_runtime
+from deploy.yaml_file import ConfigError, told
 
 DOWN_TIMEOUT_S: Final = 90.0
 
@@ -33,7 +34,7 @@ def up(options: Namespace) -> int:
     from deploy.local import Ready, StartError, Supervisor
     from deploy.progress import progress_bar
 
-    config = configuration.load(options.config, profile=options.profile, port=options.port)
+    config = config_file.load(options.config, profile=options.profile, port=options.port)
     state = state_of(options)
 
     def on_ready(ready: Ready) -> None:
@@ -75,7 +76,7 @@ def welcome(base_url: str, model: str, state: StateDir) -> str:
 
 
 def _up_detached(options: Namespace) -> int:
-    configuration.load(options.config, profile=options.profile, port=options.port)  # fail here, not there
+    config_file.load(options.config, profile=options.profile, port=options.port)  # fail here, not there
     state = state_of(options)
     if held(state):
         raise StateError(_running(state))
@@ -95,6 +96,32 @@ def _up_detached(options: Namespace) -> int:
 def _running(state: StateDir) -> str:
     pid = state.lock.read_text().strip()
     return f"already running with state folder {state.root} (pid {pid}): stop it with `phasegate down`"
+
+
+def config_check(options: Namespace) -> int:
+    found = config_file.gather(options.config, profile=options.profile, port=options.port)
+    state = StateDir((options.state or configuration.default_state_dir()).expanduser().absolute())
+    running = held(state)
+    mistakes = [
+        *found.mistakes,
+        *preflight.problems(
+            found.config, state, configuration.cache_dir(), doubtful=found.doubtful, running=running
+        ),
+    ]
+    if mistakes:
+        raise ConfigError(told(found.source, mistakes))
+    say(f"phasegate: {found.source}: nothing is wrong")
+    if running:
+        say(f"phasegate: the system runs in {state.root}: whether its ports are free was not looked at")
+    return 0
+
+
+def config_show(options: Namespace) -> int:
+    found = config_file.gather(options.config, profile=options.profile, port=options.port)
+    if found.mistakes:
+        raise ConfigError(told(found.source, found.mistakes))
+    say(config_file.show(found))
+    return 0
 
 
 def down(options: Namespace) -> int:

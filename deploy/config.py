@@ -1,98 +1,139 @@
-"""The system's configuration: one optional YAML file over defaults, and where things lie on disk.
+"""The schema of the system's configuration, and where things lie on disk.
 
-The only module that reads the configuration file and the environment. Every mistake is reported at once,
-each with its path; an unknown key is a mistake.
+`deploy/config_file.py` puts file and command line together; `docs/configuration.md` is generated from the
+types, defaults and docstrings of this module.
 """
 
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
+from urllib.parse import urlsplit
 
-import yaml
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from annotated_types import Ge, Gt, Le
+from pydantic import AllowInfNan, ConfigDict, TypeAdapter, ValidationError
+
+from deploy.yaml_file import ConfigError, Mistake, told
 
 STRICT: ConfigDict = {"extra": "forbid", "strict": True}
 PROFILE_DEFAULT = "smollm2-135m"
 PORT_DEFAULT = 8600
+SECRET: Final = {"secret": True}
+"""Metadata of a field whose value is never shown whole."""
 
-
-class ConfigError(ValueError):
-    """The file does not describe a system that can be started. The message names every bad key."""
+Port = Annotated[int, Ge(1), Le(65535)]
+Count = Annotated[int, Ge(1)]
+Seconds = Annotated[float, AllowInfNan(False), Gt(0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisConfig:
+    """Where keys and accounts are kept."""
+
     __pydantic_config__: ClassVar = STRICT
 
-    state_url: str | None = field(default=None, repr=False)
-    """Redis for keys and tenants. None: local mode starts its own."""
+    state_url: str | None = field(default=None, repr=False, metadata=SECRET)
+    """Redis for keys and accounts, as `redis://`, `rediss://` or `unix://`. None: local mode starts its
+    own, on loopback, with a password of its own."""
 
     def __post_init__(self) -> None:
-        if self.state_url is not None and not self.state_url.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("state_url must start with redis://, rediss:// or unix://")
+        if self.state_url is not None and not _is_redis_url(self.state_url):
+            raise ValueError("state_url must be an address that starts with redis://, rediss:// or unix://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig:
+    """What one gateway takes, and how long it waits."""
+
     __pydantic_config__: ClassVar = STRICT
 
-    max_body_bytes: int = 10_000_000
-    max_in_flight: int = 256
-    """Requests that one gateway answers at once."""
-    request_timeout_s: float = 600.0
-    silence_s: float = 10.0
-    """An engine silent on the token bus for so long is taken for dead."""
+    max_body_bytes: Count = 10_000_000
+    """A longer request body is refused."""
+    max_in_flight: Count = 256
+    """Requests that one gateway answers at once; the next one is refused."""
+    request_timeout_s: Seconds = 600.0
+    """From a request's arrival to its last token."""
+    silence_s: Annotated[float, AllowInfNan(False), Ge(3)] = 10.0
+    """An engine silent on the token bus for so long is taken for dead. Heartbeats come each second."""
 
-    def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_in_flight", "request_timeout_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
-        if self.silence_s < 3:
-            raise ValueError(
-                f"silence_s must be at least 3 (heartbeats come each second), not {self.silence_s}"
-            )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DashboardConfig:
+    """Ray's dashboard, for looking into the cluster. It asks for the cluster's token."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    host: str | None = None
+    """Address to listen on. None: no dashboard is started."""
+    port: Port = 8265
+    """Port of the dashboard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TestingConfig:
-    """Faults made on purpose. Refused outside mode `dev`."""
+    """Faults made on purpose. Refused in mode `production`."""
 
     __pydantic_config__: ClassVar = STRICT
     __test__: ClassVar = False
 
-    drop_bus_frame: int | None = None
-    """Each decode replica loses its Nth frame with tokens, once."""
+    drop_bus_frame: Count | None = None
+    """Each decode replica loses its Nth frame with tokens, once. Counted from 1."""
     holds: str | None = None
     """Folder of barriers that keep requests in a stage; an absolute path."""
 
     def __post_init__(self) -> None:
-        if self.drop_bus_frame is not None and self.drop_bus_frame < 1:
-            raise ValueError(f"drop_bus_frame counts from 1, not {self.drop_bus_frame}")
         if self.holds is not None and not Path(self.holds).is_absolute():
             raise ValueError("holds must be an absolute path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemConfig:
+    """The whole file. Every key may be left out."""
+
     __pydantic_config__: ClassVar = STRICT
 
     mode: Literal["dev", "production"] = "dev"
+    """`production` refuses what is fit for trying things out only: see below."""
     host: str = "127.0.0.1"
-    port: int = PORT_DEFAULT
+    """Address of the HTTP surface. Everything else listens on loopback."""
+    port: Port = PORT_DEFAULT
+    """Port of the HTTP surface."""
+    expose: bool = False
+    """Says that a `host` other than loopback is meant. The HTTP surface speaks clear text: let a proxy in
+    front of it, or a private network, protect keys and prompts on the way."""
     profile: str = PROFILE_DEFAULT
     """Name of a model profile, or path of its file."""
     redis: RedisConfig = RedisConfig()
     limits: LimitsConfig = LimitsConfig()
+    dashboard: DashboardConfig = DashboardConfig()
     testing: TestingConfig = TestingConfig()
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.port <= 65535:
-            raise ValueError(f"port must be between 1 and 65535, not {self.port}")
-        if self.mode == "production" and self.testing != TestingConfig():
-            raise ValueError("testing is refused in mode production")
+
+_adapter: Final = TypeAdapter(SystemConfig)
+
+
+def examine(raw: object) -> tuple[SystemConfig | None, list[Mistake]]:
+    """The configuration in `raw`, as read from YAML, and every mistake in it.
+
+    None: there are mistakes. An empty file means the defaults.
+    """
+    try:
+        # As JSON: a strict check of Python values would want instances of our classes, not mappings.
+        text = json.dumps({} if raw is None else raw, default=str)
+    except (TypeError, ValueError) as bad:
+        return None, [Mistake("configuration", f"not a plain mapping: {bad}")]
+    try:
+        return _adapter.validate_json(text), []
+    except ValidationError as bad:
+        return None, [
+            Mistake(
+                ".".join(map(str, error["loc"])) or "configuration",
+                error["msg"].removeprefix("Value error, "),
+            )
+            for error in bad.errors(include_input=False, include_url=False)
+        ]
 
 
 def parse(raw: object, *, source: str) -> SystemConfig:
@@ -101,49 +142,29 @@ def parse(raw: object, *, source: str) -> SystemConfig:
     Raises:
         ConfigError: with one line for each mistake.
     """
+    config, mistakes = examine(raw)
+    if config is None:
+        raise ConfigError(told(source, mistakes))
+    return config
+
+
+def leaves(section: Any, above: str = "") -> Iterator[tuple[str, Any, bool]]:
+    """(dotted key, value, whether it is secret) of every value of a configuration, in the schema's order."""
+    for part in fields(section):
+        key, value = f"{above}{part.name}", getattr(section, part.name)
+        if hasattr(value, "__dataclass_fields__"):
+            yield from leaves(value, f"{key}.")
+        else:
+            yield key, value, bool(part.metadata.get("secret"))
+
+
+def _is_redis_url(url: str) -> bool:
     try:
-        # As JSON: a strict check of Python values would want instances of our classes, not mappings.
-        text = json.dumps({} if raw is None else raw, default=str, allow_nan=False)
-    except (TypeError, ValueError) as bad:
-        raise ConfigError(f"{source}: not a plain mapping: {bad}") from None
-    try:
-        return TypeAdapter(SystemConfig).validate_json(text)
-    except ValidationError as bad:
-        lines = [f"{'.'.join(map(str, e['loc'])) or 'configuration'}: {e['msg']}" for e in bad.errors()]
-        raise ConfigError(f"{source}:\n  " + "\n  ".join(lines)) from None
-
-
-def read_yaml(path: Path) -> object:
-    """What is in the file.
-
-    Raises:
-        ConfigError: it cannot be read, or is not YAML.
-    """
-    try:
-        loaded: object = yaml.safe_load(path.read_text())
-    except OSError as bad:
-        raise ConfigError(f"{path}: {bad.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as bad:
-        raise ConfigError(f"{path}: not YAML: {' '.join(str(bad).split())}") from None
-    return loaded
-
-
-def load(path: Path | None, *, profile: str | None = None, port: int | None = None) -> SystemConfig:
-    """The file, if any, with what the command line says on top.
-
-    Raises:
-        ConfigError: with one line for each mistake.
-    """
-    config = SystemConfig() if path is None else parse(read_yaml(path), source=str(path))
-    changes: dict[str, Any] = {}
-    if profile is not None:
-        changes["profile"] = profile
-    if port is not None:
-        changes["port"] = port
-    try:
-        return replace(config, **changes)
-    except ValueError as bad:
-        raise ConfigError(f"command line: {bad}") from None
+        parts = urlsplit(url)
+        usable = parts.port != 0
+    except ValueError:
+        return False
+    return usable and parts.scheme in ("redis", "rediss", "unix") and bool(parts.hostname or parts.path)
 
 
 def cache_dir(env: Mapping[str, str] = os.environ) -> Path:

@@ -7,7 +7,6 @@ Everything is started in order, each wait has a bound and says what it waits for
 import contextlib
 import logging
 import os
-import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from typing import Final
 
 import httpx
 
-from deploy import model_store, profiles, tenants
+from deploy import model_store, preflight, tenants
 from deploy.cluster_environment import driver_environment, make_token
-from deploy.config import ConfigError, SystemConfig
+from deploy.config import SystemConfig
 from deploy.control import ControlServer, ServeFleet, stop_self
 from deploy.processes import MARKER, end_marked
 from deploy.redis_server import RedisServer, start_redis
@@ -33,7 +32,8 @@ from deploy.state import (
     make_runtime,
     write_private,
 )
-from workers.profile.schema import ModelProfile, ProfileError, parse_profile
+from deploy.yaml_file import told
+from workers.profile.schema import ModelProfile
 
 APPLICATION_TIMEOUT_S: Final = 300.0
 READY_TIMEOUT_S: Final = 60.0
@@ -56,15 +56,6 @@ class Ready:
     models: tuple[str, ...]
 
 
-def load_profile(name: str, cache: Path) -> ModelProfile:
-    """Raises `ConfigError` when there is no such profile, or it is wrong."""
-    raw, source = profiles.read(name, cache)
-    try:
-        return parse_profile(raw, source=source)
-    except ProfileError as bad:
-        raise ConfigError(str(bad)) from None
-
-
 def model_dir(profile: ModelProfile, cache: Path, progress: model_store.Progress) -> Path:
     """The folder of the profile's weights, made or checked now.
 
@@ -73,14 +64,7 @@ def model_dir(profile: ModelProfile, cache: Path, progress: model_store.Progress
     """
     if profile.weights.embedded is not None:
         return model_store.prepare(profile.weights.embedded, cache, progress=progress)
-    assert profile.weights.path is not None
-    folder = Path(profile.weights.path).expanduser()
-    longest = model_store.inspect_own(folder).context_length
-    if profile.context_length > longest:
-        raise model_store.ModelError(
-            f"context_length: {profile.context_length} is more than the {longest} of the model in {folder}"
-        )
-    return folder
+    return preflight.own_model(profile)
 
 
 class Supervisor:
@@ -131,8 +115,8 @@ class Supervisor:
                 self._say("stopping")
 
     def _start(self, undo: contextlib.ExitStack) -> tuple[RedisServer | None, Ready]:
-        profile = load_profile(self._config.profile, self._cache)
-        self._check_port()
+        self._check_machine()
+        profile = preflight.load_profile(self._config.profile, self._cache)
         secrets = load_or_create_secrets(self._state)
         os.environ[MARKER] = self._state.marker
         undo.callback(os.environ.pop, MARKER, None)
@@ -153,16 +137,10 @@ class Supervisor:
         ready = self._become_ready(profile, state_url, secrets)
         return redis, ready
 
-    def _check_port(self) -> None:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((self._config.host, self._config.port))
-            except OSError as bad:
-                raise StartError(
-                    f"port {self._config.port} on {self._config.host} cannot be used ({bad.strerror}): "
-                    "choose another one with --port"
-                ) from None
+    def _check_machine(self) -> None:
+        found = preflight.problems(self._config, self._state, self._cache)
+        if found:
+            raise StartError(told("not started", found))
 
     def _start_redis(self, secrets: Secrets, undo: contextlib.ExitStack) -> tuple[RedisServer | None, str]:
         """The server, unless the configuration names one; and the address to use."""
@@ -189,7 +167,7 @@ class Supervisor:
         undo.callback(cluster.keep_logs, scratch, self._state.logs)
         undo.callback(cluster.stop, self._say)
         try:
-            cluster.start_ray(scratch)
+            cluster.start_ray(scratch, self._config.dashboard)
             cluster.start_serve(self._config.host, self._config.port)
         except Exception as bad:
             log.exception("ray.start.failed")

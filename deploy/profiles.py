@@ -7,8 +7,8 @@ from typing import Final
 
 import yaml
 
-from deploy.config import ConfigError, read_yaml
 from deploy.model_store import ModelError, inspect_own
+from deploy.yaml_file import ConfigError, read_yaml
 
 SHIPPED: Final = Path(__file__).parent / "models"
 NAME: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")

@@ -121,7 +121,7 @@ def test_start_fails_clearly_when_the_port_is_taken(tmp_path: Path) -> None:
         refused = cli("up", "--state", str(tmp_path / "s"), "--port", str(port), "--detach")
 
     assert refused.returncode != 0
-    assert f"port {port}" in refused.stdout + refused.stderr
+    assert f"port: {port}" in refused.stdout + refused.stderr
     assert processes_of(tmp_path / "s") == []
 
 

