@@ -1,4 +1,4 @@
-"""What pools may expect of any engine: the scripted one of the tests and the real one."""
+"""What pools may expect of any engine: the tests' double, the scripted one and the real one."""
 
 import asyncio
 import secrets
@@ -10,25 +10,30 @@ import pytest
 import pytest_asyncio
 import yaml
 
-from tests.support.engines import ScriptedEngine
+from tests.support.engines import ScriptedEngine as EngineDouble
 from tests.support.replicas import a_decode
 from workers.api import DecodeRequest, FaultKind, FinishReason, Phase, Sampling
 from workers.engine.base import Delta, Engine, EngineFault
+from workers.engine.scripted import ScriptedEngine
 from workers.engine.vllm_engine import VllmEngine
-from workers.profile.schema import parse_profile
+from workers.profile.schema import ModelProfile, parse_profile
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-EXACT = Path(__file__).parents[2] / "deploy" / "models" / "exact.yaml"
+MODELS = Path(__file__).parents[2] / "deploy" / "models"
 PROMPT = tuple(range(1000, 1100))
 ANSWER = (288, 325, 476)
-"""How the model begins its greedy answer to PROMPT, and what the scripted engine says."""
+"""How the model begins its greedy answer to PROMPT, and what the double says."""
+
+
+def profile(name: str) -> ModelProfile:
+    return parse_profile(yaml.safe_load((MODELS / f"{name}.yaml").read_text()), source=name)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def vllm(model_dir: Path) -> AsyncIterator[VllmEngine]:
     engine = VllmEngine(
-        parse_profile(yaml.safe_load(EXACT.read_text()), source=EXACT.name),
+        profile("exact"),
         Phase.DECODE,
         model_dir=str(model_dir),
         engine_id=secrets.token_hex(16),
@@ -41,16 +46,38 @@ async def vllm(model_dir: Path) -> AsyncIterator[VllmEngine]:
     await engine.close()
 
 
-@pytest.fixture(params=["scripted", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scripted(model_dir: Path) -> AsyncIterator[ScriptedEngine]:
+    engine = ScriptedEngine(profile("scripted"), Phase.DECODE, model_dir=str(model_dir))
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+REAL = [pytest.param("scripted", marks=pytest.mark.vllm), pytest.param("vllm", marks=pytest.mark.vllm)]
+"""Both need the prepared model: for the scripted one, its tokenizer."""
+
+
+@pytest.fixture(params=["double", *REAL])
 def engine(request: pytest.FixtureRequest) -> Engine:
-    if request.param == "scripted":
-        return ScriptedEngine(steps=tuple((token,) for token in ANSWER), finish=FinishReason.LENGTH)
-    real: VllmEngine = request.getfixturevalue("vllm")
+    if request.param == "double":
+        return EngineDouble(steps=tuple((token,) for token in ANSWER), finish=FinishReason.LENGTH)
+    real: Engine = request.getfixturevalue(request.param)
     return real
+
+
+@pytest.fixture(params=REAL)
+def real(request: pytest.FixtureRequest) -> Engine:
+    found: Engine = request.getfixturevalue(request.param)
+    return found
 
 
 async def answer(engine: Engine, request: DecodeRequest) -> list[Delta]:
     return [delta async for delta in engine.decode(request, None)]
+
+
+def tokens(deltas: list[Delta]) -> tuple[int, ...]:
+    return tuple(token for delta in deltas for token in delta.token_ids)
 
 
 async def until_idle(engine: Engine) -> None:
@@ -66,7 +93,9 @@ def greedy(max_tokens: int) -> Sampling:
 async def test_the_last_delta_and_no_other_has_an_ending(engine: Engine) -> None:
     deltas = await answer(engine, a_decode(token_ids=PROMPT, sampling=greedy(3)))
 
-    assert tuple(token for delta in deltas for token in delta.token_ids) == ANSWER
+    assert len(tokens(deltas)) == 3
+    if not isinstance(engine, ScriptedEngine):
+        assert tokens(deltas) == ANSWER
     assert all(delta.ending is None for delta in deltas[:-1])
     assert deltas[-1].ending is not None
     assert deltas[-1].ending.reason is FinishReason.LENGTH
@@ -85,44 +114,42 @@ async def test_closing_the_answer_early_frees_the_engine(engine: Engine) -> None
     assert not engine.dead
 
 
-@pytest.mark.vllm
-async def test_a_stop_token_ends_the_answer_and_is_its_last_token(vllm: VllmEngine) -> None:
-    request = a_decode("stop", token_ids=PROMPT, sampling=greedy(50), stop_token_ids=(ANSWER[1],))
+async def test_a_greedy_answer_comes_again_and_a_stop_token_ends_it_as_its_last_token(real: Engine) -> None:
+    usual = tokens(await answer(real, a_decode("usual", token_ids=PROMPT, sampling=greedy(3))))
+    request = a_decode("stop", token_ids=PROMPT, sampling=greedy(50), stop_token_ids=(usual[1],))
 
-    deltas = await answer(vllm, request)
+    deltas = await answer(real, request)
 
-    assert tuple(token for delta in deltas for token in delta.token_ids) == ANSWER[:2]
+    assert tokens(deltas) == usual[:2]
     assert deltas[-1].ending is not None
     assert deltas[-1].ending.reason is FinishReason.STOP
 
 
-@pytest.mark.vllm
 async def test_a_second_prompt_with_the_same_salt_hits_the_cache_and_with_another_does_not(
-    vllm: VllmEngine,
+    real: Engine,
 ) -> None:
     async def cached(salt: str) -> int:
         prompt = tuple(range(2000, 2100))
         request = a_decode(secrets.token_hex(4), token_ids=prompt, sampling=greedy(1), cache_salt=salt)
-        ending = (await answer(vllm, request))[-1].ending
+        ending = (await answer(real, request))[-1].ending
         assert ending is not None
         return ending.cached_tokens
 
     assert [await cached("one"), await cached("one"), await cached("two")] == [0, 96, 0]
 
 
-@pytest.mark.vllm
 @pytest.mark.parametrize(
     "token_ids", [(), (-1,), (10**6,), (5,) * 9000], ids=["empty", "negative", "outside", "too long"]
 )
 async def test_a_prompt_that_cannot_run_is_refused_and_the_engine_lives(
-    vllm: VllmEngine, token_ids: tuple[int, ...]
+    real: Engine, token_ids: tuple[int, ...]
 ) -> None:
     with pytest.raises(EngineFault) as caught:
-        await answer(vllm, a_decode("bad", token_ids=token_ids))
+        await answer(real, a_decode("bad", token_ids=token_ids))
 
     assert caught.value.kind is FaultKind.INVALID_REQUEST
-    await until_idle(vllm)
-    assert not vllm.dead
+    await until_idle(real)
+    assert not real.dead
 
 
 @pytest.mark.vllm
@@ -134,3 +161,21 @@ async def test_a_seeded_request_with_a_prompt_longer_than_a_usual_step_does_not_
 
     assert (await answer(vllm, request))[-1].ending is not None
     assert not vllm.dead
+
+
+@pytest.mark.vllm
+async def test_a_scripted_engine_that_is_closed_fails_what_is_inside_and_answers_no_gauges(
+    model_dir: Path,
+) -> None:
+    engine = ScriptedEngine(profile("scripted"), Phase.DECODE, model_dir=str(model_dir))
+    await engine.start()
+    deltas = engine.decode(a_decode(token_ids=PROMPT, sampling=greedy(1000)), None)
+    await anext(deltas)
+
+    await engine.close()
+
+    with pytest.raises(EngineFault) as caught:
+        [delta async for delta in deltas]
+    assert caught.value.kind is FaultKind.ENGINE_DEAD
+    with pytest.raises(EngineFault):
+        await engine.gauges()

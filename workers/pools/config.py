@@ -38,6 +38,8 @@ class ReplicaConfig:
             raise ReplicaConfigError("testing: faults on purpose are refused unless mode is dev")
         if int(self.testing.get("drop_bus_frame", 1)) < 1:
             raise ReplicaConfigError("testing.drop_bus_frame: counted from 1")
+        if self.mode != "dev" and self.profile.get("engine") == "scripted":
+            raise ReplicaConfigError("profile.engine: scripted is refused unless mode is dev")
 
     def model_profile(self) -> ModelProfile:
         return parse_profile(self.profile, source="replica configuration: profile")

@@ -53,26 +53,34 @@ class Parts:
 
 
 def real_parts(config: ReplicaConfig, phase: Phase, replica_id: str) -> Parts:
-    """A vLLM engine, ZeroMQ and Ray's key-value store."""
+    """The profile's engine, ZeroMQ and Ray's key-value store."""
+    engine_id = secrets.token_hex(16)
+    return Parts(
+        engine=_engine(config, phase, engine_id),
+        engine_id=engine_id,
+        replica_id=replica_id,
+        registry=RayRegistry(),
+        open_sink=ZmqSink,
+        holds=holds_in(config.holds()),
+    )
+
+
+def _engine(config: ReplicaConfig, phase: Phase, engine_id: str) -> Engine:
+    profile = config.model_profile()
+    if profile.engine == "scripted":
+        from workers.engine.scripted import ScriptedEngine
+
+        return ScriptedEngine(profile, phase, model_dir=config.model_dir)
     from workers.engine.vllm_engine import VllmEngine
 
-    engine_id = secrets.token_hex(16)
-    engine = VllmEngine(
-        config.model_profile(),
+    return VllmEngine(
+        profile,
         phase,
         model_dir=config.model_dir,
         engine_id=engine_id,
         host=config.host,
         device=config.device,
         faults=config.connector_faults(),
-    )
-    return Parts(
-        engine=engine,
-        engine_id=engine_id,
-        replica_id=replica_id,
-        registry=RayRegistry(),
-        open_sink=ZmqSink,
-        holds=holds_in(config.holds()),
     )
 
 

@@ -14,6 +14,7 @@ from workers.api import Phase
 Dtype = Literal["bfloat16", "float32", "float16"]
 KvFormat = Literal["bf16", "fp32", "fp16"]
 Count = Annotated[int, Strict(), Ge(1)]
+Milliseconds = Annotated[float, Ge(0), Le(60_000)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)]
 ModelId = Annotated[
     str, StringConstraints(pattern=r"^@?[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$")
@@ -44,6 +45,22 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """How the scripted engine of one phase behaves: its cache, and how long a step takes.
+
+    A step takes `base_ms`, and what each request in it and each prompt token in it add.
+    """
+
+    __pydantic_config__: ClassVar = _FORBID
+
+    pages: Count = 2048
+    """Size of the cache, in pages."""
+    base_ms: Milliseconds = 20.0
+    per_sequence_ms: Milliseconds = 0.0
+    per_prefill_token_ms: Milliseconds = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseProfile:
     """One engine of one phase, and how many of them."""
 
@@ -62,6 +79,8 @@ class PhaseProfile:
     tensor_parallel: Annotated[int, Strict(), Ge(1), Le(1)] = 1
     threads: Count = 1
     """CPU threads of one engine. With more than the machine has cores for, throughput collapses."""
+    script: Script | None = None
+    """Of the scripted engine alone."""
 
     def __post_init__(self) -> None:
         own = _FORMAT_OF[self.dtype]
@@ -91,6 +110,8 @@ class ModelProfile:
     """Tokens of prompt and answer together."""
     aliases: tuple[ModelId, ...] = ()
     """Other names of the same model."""
+    engine: Literal["vllm", "scripted"] = "vllm"
+    """`scripted` computes nothing: its answers are made up, its pages and pace are real. Mode dev only."""
     source_revision: str | None = None
     """Where the weights come from, for the record."""
     block_size: Annotated[int, Strict(), Ge(16), MultipleOf(16)] = 32
@@ -108,6 +129,19 @@ class ModelProfile:
             )
         if self.model_id in self.aliases or len(set(self.aliases)) != len(self.aliases):
             raise ValueError("aliases: every name of a model is given once")
+        for phase in Phase:
+            self._check_script(phase, self.phase(phase).script)
+
+    def _check_script(self, phase: Phase, script: Script | None) -> None:
+        if script is None:
+            return
+        if self.engine != "scripted":
+            raise ValueError(f"{phase}.script is for engine scripted, not {self.engine}")
+        if script.pages * self.block_size < self.context_length:
+            raise ValueError(
+                f"{phase}.script.pages: {script.pages} pages of {self.block_size} tokens hold less than one "
+                f"request of context_length {self.context_length}"
+            )
 
     def phase(self, phase: Phase) -> PhaseProfile:
         return self.prefill if phase is Phase.PREFILL else self.decode

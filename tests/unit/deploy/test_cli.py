@@ -126,7 +126,7 @@ def test_models_can_be_added_and_listed(
     assert "config.json" in capsys.readouterr().err
     assert main(["model", "list"]) == 0
     listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    assert listed == [["exact", "shipped"], ["smollm2-135m", "shipped"]]
+    assert listed == [["exact", "shipped"], ["scripted", "shipped"], ["smollm2-135m", "shipped"]]
 
 
 def test_config_check_tells_every_mistake_and_what_the_machine_lacks(tmp_path: Path) -> None:

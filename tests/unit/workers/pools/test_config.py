@@ -16,6 +16,15 @@ def test_production_refuses_faults_on_purpose() -> None:
         a_config(testing={"drop_bus_frame": 3})
 
 
+def test_production_refuses_an_engine_that_makes_answers_up() -> None:
+    scripted = PROFILE | {"engine": "scripted"}
+
+    with pytest.raises(ReplicaConfigError, match=r"profile\.engine: scripted"):
+        a_config(profile=scripted)
+
+    assert a_config(profile=scripted, mode="dev").model_profile().engine == "scripted"
+
+
 @pytest.mark.parametrize(
     ("testing", "named"),
     [({"drop_bus": 1}, "drop_bus"), ({"drop_bus_frame": 0}, "drop_bus_frame")],

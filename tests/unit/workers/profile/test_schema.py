@@ -26,7 +26,9 @@ def parse(**changes: Any) -> ModelProfile:
     return parse_profile(raw(**changes), source="own.yaml")
 
 
-@pytest.mark.parametrize(("name", "format_"), [("smollm2-135m", "bf16"), ("exact", "fp32")])
+@pytest.mark.parametrize(
+    ("name", "format_"), [("smollm2-135m", "bf16"), ("exact", "fp32"), ("scripted", "bf16")]
+)
 def test_shipped_profiles_are_valid_and_cache_what_they_say(name: str, format_: str) -> None:
     path = MODELS / f"{name}.yaml"
     profile = parse_profile(yaml.safe_load(path.read_text()), source=path.name)
@@ -62,6 +64,10 @@ def test_four_keys_describe_an_own_model() -> None:
         ({"block_size": 24}, r"block_size:"),
         ({"aliases": ["own/model"]}, r"aliases:"),
         ({"tool_parser": "hermes"}, r"tool_parser:"),
+        ({"engine": "sglang"}, r"engine:"),
+        ({"decode": {"script": {}}}, r"decode\.script is for engine scripted"),
+        ({"engine": "scripted", "decode": {"script": {"pages": 1}}}, r"decode\.script\.pages: 1 pages of 32"),
+        ({"engine": "scripted", "prefill": {"script": {"base_ms": -1}}}, r"prefill\.script\.base_ms:"),
     ],
 )
 def test_a_mistake_is_reported_with_its_path(changes: dict[str, Any], path: str) -> None:
