@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from load import path
+from load import path, sweep
 from load.servers import ServerFailed
 from load.stacks import SamplerMissing
 
@@ -16,11 +16,15 @@ from load.stacks import SamplerMissing
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="python -m load", description=__doc__)
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser("path", help="the whole path next to one plain vLLM server")
-    command.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
-    command.add_argument("--seed", type=int, default=1)
-    path.add_arguments(command)
-    command.set_defaults(run=path.run)
+    for name, module, help_ in (
+        ("path", path, "the whole path next to one plain vLLM server"),
+        ("sweep", sweep, "one server under rising load, or Phasegate next to plain vLLM"),
+    ):
+        command = commands.add_parser(name, help=help_, allow_abbrev=False)
+        command.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
+        command.add_argument("--seed", type=int, default=1)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
     return top
 
 
@@ -48,7 +52,7 @@ def _interrupt(*_: object) -> None:
 
 
 def show(result: dict[str, Any]) -> None:
-    for row in [*result["rows"], *result["cpu"], *result["busy"]]:
+    for row in [*result["rows"], *result.get("cpu", ()), *result.get("busy", ())]:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
     print(json.dumps(result["summary"], indent=1))
     if result["summary"]["invalid"]:

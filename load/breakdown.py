@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import httpx
+import aiohttp
 
 from load import processor_time, stacks
 from load.client import Target, ask_all
@@ -29,7 +29,7 @@ class Breakdown:
 
 
 async def breakdown(
-    http: httpx.AsyncClient, ours: Phasegate, plain: Plain, *, length: int, seconds: int, rng: Random
+    http: aiohttp.ClientSession, ours: Phasegate, plain: Plain, *, length: int, seconds: int, rng: Random
 ) -> Breakdown:
     """
     Args:
@@ -65,7 +65,7 @@ def _ours(ours: Phasegate) -> list[stacks.Watched]:
 
 
 async def _window(
-    http: httpx.AsyncClient, target: Target, length: int, seconds: int, rng: Random
+    http: aiohttp.ClientSession, target: Target, length: int, seconds: int, rng: Random
 ) -> dict[str, Any]:
     """What all rows of the window have in common."""
     end = time.monotonic() + seconds

@@ -3,19 +3,22 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-import httpx
+import aiohttp
 
 from load.record import Record, failure
 from load.statistics import percentile
 
 REQUEST_TIMEOUT_S: Final = 120.0
+TIMEOUT: Final = "timeout"
 BEAT_S: Final = 0.005
 
 Clock = Callable[[], float]
+Piece = tuple[float, bytes]
+"""What one read of a stream brought, and when."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,77 +44,101 @@ def body(target: Target, messages: list[dict[str, str]], max_tokens: int) -> dic
     }
 
 
+def session() -> aiohttp.ClientSession:
+    """A client without a limit on connections. Idle ones are dropped before any server drops them."""
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+    return aiohttp.ClientSession(connector=connector, trust_env=False, auto_decompress=False)
+
+
 async def ask(
-    http: httpx.AsyncClient,
+    http: aiohttp.ClientSession,
     target: Target,
     messages: list[dict[str, str]],
     max_tokens: int,
     due_s: float,
     *,
     clock: Clock = time.perf_counter,
+    timeout_s: float = REQUEST_TIMEOUT_S,
 ) -> Record:
     """One request. Whatever goes wrong is in the record: nothing is raised."""
-    headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    headers = {"content-type": "application/json"}
+    if target.api_key:
+        headers["authorization"] = f"Bearer {target.api_key}"
+    pieces: list[Piece] = []
     sent_s = clock()
     try:
-        async with http.stream(
-            "POST",
+        async with http.post(
             f"{target.base_url}/v1/chat/completions",
-            json=body(target, messages, max_tokens),
+            data=json.dumps(body(target, messages, max_tokens)).encode(),
             headers=headers,
-            timeout=REQUEST_TIMEOUT_S,
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
         ) as answer:
-            if answer.status_code != 200:
-                text = (await answer.aread()).decode(errors="replace")
-                return failure(due_s, sent_s, f"{answer.status_code}: {text[:300]}")
-            return await _read(answer, due_s, sent_s, clock)
-    except (httpx.HTTPError, ValueError) as bad:
+            if answer.status != 200:
+                text = (await answer.read()).decode(errors="replace")
+                return failure(due_s, sent_s, f"{answer.status}: {text[:300]}")
+            async for data in answer.content.iter_any():
+                pieces.append((clock(), data))  # read now, understood when nothing can be late any more
+            request_id = answer.headers.get("x-request-id", "")
+    except TimeoutError:
+        return failure(due_s, sent_s, TIMEOUT)
+    except (aiohttp.ClientError, OSError, ValueError) as bad:
         return failure(due_s, sent_s, repr(bad))
+    return understood(pieces, due_s, sent_s, request_id)
 
 
 async def ask_all(
-    http: httpx.AsyncClient, target: Target, prompts: Sequence[list[dict[str, str]]], max_tokens: int
+    http: aiohttp.ClientSession, target: Target, prompts: Sequence[list[dict[str, str]]], max_tokens: int
 ) -> tuple[Record, ...]:
     """All at once: they are due now."""
     due_s = time.perf_counter()
     return tuple(await asyncio.gather(*(ask(http, target, prompt, max_tokens, due_s) for prompt in prompts)))
 
 
-async def _read(answer: httpx.Response, due_s: float, sent_s: float, clock: Clock) -> Record:
+def understood(pieces: Sequence[Piece], due_s: float, sent_s: float, request_id: str) -> Record:
+    """The record of a stream as it was read. An event came when the piece with the end of its line came."""
     chunks: list[float] = []
     texts: list[str] = []
     usage: dict[str, Any] | None = None
     finish: str | None = None
-    done = False
-    async for line in answer.aiter_lines():
-        if not line.startswith("data:"):
-            continue
-        now = clock()
-        payload = line[len("data:") :].strip()
-        if payload == "[DONE]":
-            done = True
-            break
-        event = json.loads(payload)
-        if "error" in event:
-            return failure(due_s, sent_s, f"in the stream: {event['error']}")
-        usage = event.get("usage") or usage
-        for choice in event.get("choices", ()):
-            finish = choice.get("finish_reason") or finish
-            if text := choice.get("delta", {}).get("content"):
-                chunks.append(now)
-                texts.append(text)
-    if not done or not chunks or usage is None or finish is None:
+    end_s: float | None = None
+    try:
+        for now, payload in _payloads(pieces):
+            if payload == b"[DONE]":
+                end_s = now
+                break
+            event = json.loads(payload)
+            if "error" in event:
+                return failure(due_s, sent_s, f"in the stream: {event['error']}")
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", ()):
+                finish = choice.get("finish_reason") or finish
+                if text := choice.get("delta", {}).get("content"):
+                    chunks.append(now)
+                    texts.append(text)
+    except ValueError as bad:
+        return failure(due_s, sent_s, repr(bad))
+    if end_s is None or not chunks or usage is None or finish is None:
         return failure(due_s, sent_s, "the stream ended early, or without text, usage or a finish reason")
     return Record(
         due_s=due_s,
         sent_s=sent_s,
         chunk_s=tuple(chunks),
+        end_s=end_s,
         prompt_tokens=usage["prompt_tokens"],
         output_tokens=usage["completion_tokens"],
         finish_reason=finish,
         text="".join(texts),
-        request_id=answer.headers.get("x-request-id", ""),
+        request_id=request_id,
     )
+
+
+def _payloads(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    rest = b""
+    for now, data in pieces:
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield now, line[len(b"data:") :].strip()
 
 
 class Pulse:
@@ -120,6 +147,10 @@ class Pulse:
     def __init__(self, *, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
         self.late_s: list[float] = []
+
+    @property
+    def late_ms_p99(self) -> float | None:
+        return round(percentile(self.late_s, 0.99) * 1000, 2) if self.late_s else None
 
     async def beat(self) -> None:
         """Until cancelled."""

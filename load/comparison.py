@@ -29,7 +29,7 @@ class Measured:
         return found[0][0] / found[1][0], found[0][1] / found[1][1]
 
 
-def rows(measured: Sequence[Measured], arms: tuple[str, str]) -> list[dict[str, Any]]:
+def rows(measured: Sequence[Measured], arms: tuple[str, ...]) -> list[dict[str, Any]]:
     """One row for each cell and arm."""
     return [
         _row(cell, arm, [record for pair in measured if pair.cell == cell for record in pair.records[arm]])

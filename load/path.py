@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any, Final
 
-import httpx
+import aiohttp
 import yaml
 
 from load.breakdown import Breakdown, breakdown
-from load.client import Pulse, Target, ask_all, objections
+from load.client import Pulse, Target, ask_all, objections, session
 from load.comparison import Measured, rows, summary
 from load.manifest import ROOT, load_average, manifest
 from load.plan import Cell, Pair, rounds
@@ -57,7 +57,7 @@ async def _measure(
     cells = [Cell(n, c) for n in options.lengths for c in options.concurrency]
     plan = rounds(cells, ARMS, options.repeats, rng)
     pulse = Pulse()
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with session() as http:
         await _warm_up(http, targets, cells, rng)
         beating = asyncio.create_task(pulse.beat())
         try:
@@ -83,7 +83,7 @@ async def _measure(
     header["rounds"] = done
     result = summary(measured, OURS, THEIRS, rng) | {
         "handoffs": shipped,
-        "client_late_ms_p99": _p99_ms(pulse.late_s),
+        "client_late_ms_p99": pulse.late_ms_p99,
         "invalid": invalid,
     }
     return {
@@ -96,7 +96,7 @@ async def _measure(
 
 
 async def _rounds(
-    http: httpx.AsyncClient,
+    http: aiohttp.ClientSession,
     targets: dict[str, Target],
     plan: Sequence[Sequence[Pair]],
     options: argparse.Namespace,
@@ -113,7 +113,7 @@ async def _rounds(
 
 
 async def _pair(
-    http: httpx.AsyncClient, targets: dict[str, Target], pair: Pair, output_tokens: int
+    http: aiohttp.ClientSession, targets: dict[str, Target], pair: Pair, output_tokens: int
 ) -> Measured:
     records = {}
     for arm in pair.order:
@@ -124,7 +124,7 @@ async def _pair(
 
 
 async def _warm_up(
-    http: httpx.AsyncClient, targets: dict[str, Target], cells: list[Cell], rng: Random
+    http: aiohttp.ClientSession, targets: dict[str, Target], cells: list[Cell], rng: Random
 ) -> None:
     """Twice each length, with two tokens: first shapes are slow, and links are made at their first use."""
     for length in sorted({cell.prompt_tokens for cell in cells}) * 2:
@@ -184,7 +184,3 @@ def handoff_objections(shipped: list[dict[str, Any]]) -> list[str]:
 def client_objections(pulse: Pulse, measured: Sequence[Measured], medians_s: list[float]) -> list[str]:
     records = [record for pair in measured for batch in pair.records.values() for record in batch]
     return objections(pulse.late_s, [record.late_s for record in records], min(medians_s, default=0.0))
-
-
-def _p99_ms(values_s: list[float]) -> float | None:
-    return round(sorted(values_s)[int(0.99 * (len(values_s) - 1))] * 1000, 2) if values_s else None

@@ -15,17 +15,17 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The same prompts, to one server and then to the other."""
+    """The same prompts, to one server after the other."""
 
     cell: Cell
-    order: tuple[str, str]
+    order: tuple[str, ...]
     prompt_seed: int
 
 
-def rounds(cells: list[Cell], arms: tuple[str, str], repeats: int, rng: Random) -> list[list[Pair]]:
+def rounds(cells: list[Cell], arms: tuple[str, ...], repeats: int, rng: Random) -> list[list[Pair]]:
     """Each round has every cell once, in random order, and each pair its arms in random order.
 
-    What changes slowly on the machine meets all cells and both arms alike, and whoever stops after a whole
+    What changes slowly on the machine meets all cells and all arms alike, and whoever stops after a whole
     round has as many pairs in each cell.
     """
     plan = []
@@ -33,7 +33,7 @@ def rounds(cells: list[Cell], arms: tuple[str, str], repeats: int, rng: Random) 
         pairs = [
             Pair(
                 cell=cell,
-                order=arms if rng.random() < 0.5 else (arms[1], arms[0]),
+                order=tuple(rng.sample(arms, len(arms))),
                 prompt_seed=rng.getrandbits(48),
             )
             for cell in cells

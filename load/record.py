@@ -11,6 +11,8 @@ class Record:
     sent_s: float
     chunk_s: tuple[float, ...]
     """Arrival of each chunk that carried text."""
+    end_s: float = 0.0
+    """When the stream was complete."""
     prompt_tokens: int = 0
     output_tokens: int = 0
     finish_reason: str | None = None
@@ -31,6 +33,10 @@ class Record:
     def ttft_s(self) -> float:
         """From when the request was *due*: a slow client counts against the result, not for it."""
         return self.chunk_s[0] - self.due_s
+
+    @property
+    def e2e_s(self) -> float:
+        return self.end_s - self.due_s
 
     @property
     def gaps_s(self) -> list[float]:

@@ -99,10 +99,20 @@ class Plain:
 
 
 @contextmanager
-def plain_vllm(profile: dict[str, Any], model_dir: Path) -> Iterator[Plain]:
+def plain_vllm(
+    profile: dict[str, Any],
+    model_dir: Path,
+    *,
+    name: str = "vllm",
+    threads: int | None = None,
+    cache_gib: int | None = None,
+) -> Iterator[Plain]:
     """One vLLM server as its own project ships it, with the prefill engine's settings; not yet ready.
 
     Call `wait_ready` before use, so that it starts while the other server does.
+
+    Args:
+        threads, cache_gib: None: what the prefill engine has.
     """
     port = free_port()
     with tempfile.TemporaryFile() as log:
@@ -113,13 +123,13 @@ def plain_vllm(profile: dict[str, Any], model_dir: Path) -> Iterator[Plain]:
                 "vllm.entrypoints.openai.api_server",
                 *plain_options(profile, model_dir, port),
             ],
-            env=os.environ | plain_environment(profile),
+            env=os.environ | plain_environment(profile, threads, cache_gib),
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
         try:
-            yield Plain(Target("vllm", f"http://127.0.0.1:{port}", PLAIN_MODEL), process.pid)
+            yield Plain(Target(name, f"http://127.0.0.1:{port}", PLAIN_MODEL), process.pid)
         except ServerFailed as bad:
             raise ServerFailed(f"{bad}\n{_tail(log)}") from None
         finally:
@@ -140,8 +150,10 @@ def plain_options(profile: dict[str, Any], model_dir: Path, port: int) -> list[s
     ]
 
 
-def plain_environment(profile: dict[str, Any]) -> dict[str, str]:
-    """As many threads and as much cache as the prefill engine has."""
+def plain_environment(
+    profile: dict[str, Any], threads: int | None = None, cache_gib: int | None = None
+) -> dict[str, str]:
+    """As many threads and as much cache as the prefill engine has, unless told otherwise."""
     part = profile["prefill"]
     return {
         "HF_HUB_OFFLINE": "1",
@@ -150,8 +162,8 @@ def plain_environment(profile: dict[str, Any]) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "OMP_NUM_THREADS": str(part["threads"]),
-        "VLLM_CPU_KVCACHE_SPACE": str(part["cache_gib"]),
+        "OMP_NUM_THREADS": str(threads or part["threads"]),
+        "VLLM_CPU_KVCACHE_SPACE": str(cache_gib or part["cache_gib"]),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }

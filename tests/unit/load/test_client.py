@@ -1,13 +1,19 @@
+import asyncio
 import json
 from collections.abc import Iterable
-from itertools import count
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
-import httpx
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
-from load.client import Target, ask, objections
+from load.client import TIMEOUT, Target, ask, objections, session, understood
 from load.record import Record
+
+SILENT = 299
+"""A status with which the server never answers."""
 
 TARGET = Target("it", "http://it", "model", "the key")
 USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 3}}
@@ -23,34 +29,43 @@ def stream(events: Iterable[dict[str, Any]], *, done: bool = True) -> bytes:
     return "".join([*lines, "data: [DONE]\n\n" if done else ""]).encode()
 
 
-async def answered(content: bytes, status: int = 200) -> tuple[Record, httpx.Request]:
-    """A record whose clock ticks once a reading, and the request that was sent."""
-    seen: list[httpx.Request] = []
+async def answered(content: bytes, status: int = 200, **options: Any) -> tuple[Record, dict[str, Any]]:
+    """A record, and what the server was sent."""
+    seen: dict[str, Any] = {}
 
-    def server(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
-        return httpx.Response(status, content=content, headers={"x-request-id": "r1"})
+    async def serve(request: web.Request) -> web.Response:
+        seen.update(body=await request.json(), headers=request.headers)
+        if status == SILENT:
+            await asyncio.Event().wait()
+        return web.Response(status=status, body=content, headers={"x-request-id": "r1"})
 
-    ticks = count(1)
-    async with httpx.AsyncClient(transport=httpx.MockTransport(server)) as http:
-        record = await ask(http, TARGET, [], 3, 0.0, clock=lambda: float(next(ticks)))
-    return record, seen[0]
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", serve)
+    async with TestServer(app) as server, session() as http:
+        target = replace(TARGET, base_url=str(server.make_url("")).rstrip("/"))
+        return await ask(http, target, [], 3, 0.0, **options), seen
 
 
-async def test_only_chunks_with_text_are_timed() -> None:
-    record, _ = await answered(stream([text(""), text("a"), text("b"), END, USAGE]))
+def test_only_chunks_with_text_are_timed() -> None:
+    whole = stream([text(""), text("a"), text("b"), END, USAGE])
+    cuts = [0, whole.index(b'"a"'), whole.index(b'"b"'), whole.index(b"DONE") + 1, len(whole)]
+    pieces = [(float(n), whole[a:b]) for n, (a, b) in enumerate(pairwise(cuts), start=1)]
+
+    record = understood(pieces, 0.0, 0.5, "r1")
 
     assert record.error is None
-    assert record.chunk_s == (3.0, 4.0)
+    assert record.chunk_s == (2.0, 3.0)  # when the piece came that has the end of the event's line
+    assert (record.end_s, record.sent_s) == (4.0, 0.5)
     assert (record.text, record.prompt_tokens, record.output_tokens) == ("ab", 7, 3)
     assert (record.finish_reason, record.request_id) == ("length", "r1")
 
 
 async def test_both_servers_are_asked_for_greedy_tokens_and_their_own_counts() -> None:
-    _, request = await answered(stream([text("a"), END, USAGE]))
-    sent = json.loads(request.content)
+    record, seen = await answered(stream([text("a"), END, USAGE]))
+    sent = seen["body"]
 
-    assert request.headers["authorization"] == "Bearer the key"
+    assert (record.error, record.request_id) == (None, "r1")
+    assert seen["headers"]["authorization"] == "Bearer the key"
     assert (sent["temperature"], sent["max_tokens"], sent["stream"]) == (0, 3, True)
     assert sent["stream_options"] == {"include_usage": True}
 
@@ -77,6 +92,19 @@ async def test_a_refusal_is_a_failure_with_the_servers_words() -> None:
     record, _ = await answered(b"too busy", status=503)
 
     assert record.error == "503: too busy"
+
+
+async def test_an_answer_that_does_not_come_is_a_timeout() -> None:
+    record, _ = await answered(b"", status=SILENT, timeout_s=0.05)
+
+    assert record.error == TIMEOUT
+
+
+async def test_a_server_that_is_not_there_is_a_failure() -> None:
+    async with session() as http:
+        record = await ask(http, replace(TARGET, base_url="http://127.0.0.1:1"), [], 3, 0.0)
+
+    assert record.failed
 
 
 def test_a_client_that_keeps_up_may_report() -> None:
