@@ -13,12 +13,14 @@ from ray.serve.config import RequestRouterConfig
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy.cluster_environment import SERVE_ENVIRONMENT
-from deploy.config import SystemConfig
+from deploy.config import SystemConfig, TracingConfig
 from deploy.logs import log_to_file
 from deploy.serve_listener import bind_internal_server
 from deploy.state import read_private
+from deploy.tracing import Process, ProcessTracing, start_tracing
 from gateway.config import GatewayConfig, GatewaySecrets, ModelFacts
 from gateway.ingress import GatewayReplica
+from gateway.telemetry import Tracing
 from workers.api import Phase
 from workers.pools.config import ReplicaConfig
 from workers.pools.decode import DecodeReplica
@@ -26,6 +28,7 @@ from workers.pools.prefill import PrefillReplica
 from workers.pools.replica import QUEUE_FACTOR, real_parts
 from workers.profile.schema import ModelProfile, dump_profile
 from workers.profile.vllm_args import Device, engine_environment
+from workers.telemetry import Spans
 
 APP_NAME: Final = "phasegate"
 PREFILL: Final = "Prefill"
@@ -54,35 +57,54 @@ class Plan:
     """How long a replica that is told to stop may finish what is in it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watch:
+    """What every replica needs to be watched: where it writes, and for which requests it traces."""
+
+    logs: str
+    tracing: TracingConfig
+
+    def begin(self, process: Process) -> ProcessTracing:
+        """Call it first: from now on this replica's log lines go to a file of its own."""
+        logs = Path(self.logs)
+        log_to_file(logs / f"{process}-{_replica_id()}.log")
+        return start_tracing(self.tracing, process, _replica_id(), logs)
+
+
 class PrefillDeployment(PrefillReplica):
-    async def __init__(self, config: ReplicaConfig, logs: str) -> None:  # type: ignore[misc]
-        log_to_file(Path(logs) / f"prefill-{_replica_id()}.log")
+    async def __init__(self, config: ReplicaConfig, watch: Watch) -> None:  # type: ignore[misc]
+        self._tracing = watch.begin("prefill")
         bind_internal_server(config.host)
-        super().__init__(config, real_parts(config, Phase.PREFILL, _replica_id()))
+        spans = Spans(self._tracing.tracer)
+        super().__init__(config, real_parts(config, Phase.PREFILL, _replica_id(), spans))
         await self.start()
 
     async def __del__(self) -> None:
         await self.stop()
+        await self._tracing.close()
 
 
 class DecodeDeployment(DecodeReplica):
-    async def __init__(self, config: ReplicaConfig, logs: str) -> None:  # type: ignore[misc]
-        log_to_file(Path(logs) / f"decode-{_replica_id()}.log")
+    async def __init__(self, config: ReplicaConfig, watch: Watch) -> None:  # type: ignore[misc]
+        self._tracing = watch.begin("decode")
         bind_internal_server(config.host)
-        super().__init__(config, real_parts(config, Phase.DECODE, _replica_id()))
+        spans = Spans(self._tracing.tracer)
+        super().__init__(config, real_parts(config, Phase.DECODE, _replica_id(), spans))
         await self.start()
 
     async def __del__(self) -> None:
         await self.stop()
+        await self._tracing.close()
 
 
 class GatewayDeployment(GatewayReplica):
     async def __init__(  # type: ignore[misc]
-        self, config: GatewayConfig, secrets_file: str, logs: str, prefill: Any, decode: Any
+        self, config: GatewayConfig, secrets_file: str, watch: Watch, prefill: Any, decode: Any
     ) -> None:
-        log_to_file(Path(logs) / f"gateway-{_replica_id()}.log")
+        self._tracing = watch.begin("gateway")
         bind_internal_server(config.host)
-        super().__init__(config, read_gateway_secrets(Path(secrets_file)), prefill, decode)
+        secrets = read_gateway_secrets(Path(secrets_file))
+        super().__init__(config, secrets, prefill, decode, Tracing(self._tracing.tracer))
         await self.start()
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -90,6 +112,7 @@ class GatewayDeployment(GatewayReplica):
 
     async def __del__(self) -> None:
         await self.close()
+        await self._tracing.close()
 
 
 class AsgiApp:
@@ -133,7 +156,7 @@ def build(plan: Plan) -> Any:
         health_check_timeout_s=30.0,
         max_constructor_retry_count=1,
     )(serve.ingress()(GatewayDeployment))
-    return gateway.bind(gateway_config(plan), str(plan.gateway_secrets), str(plan.logs), prefill, decode)
+    return gateway.bind(gateway_config(plan), str(plan.gateway_secrets), _watch(plan), prefill, decode)
 
 
 def _pool(name: str, cls: type[Any], plan: Plan, phase: Phase) -> Any:
@@ -153,7 +176,11 @@ def _pool(name: str, cls: type[Any], plan: Plan, phase: Phase) -> Any:
         max_constructor_retry_count=1,
         request_router_config=RequestRouterConfig(request_router_class="gateway.routing.pinned:PinnedRouter"),
     )(cls)
-    return deployment.bind(replica_config(plan), str(plan.logs))
+    return deployment.bind(replica_config(plan), _watch(plan))
+
+
+def _watch(plan: Plan) -> Watch:
+    return Watch(logs=str(plan.logs), tracing=plan.config.tracing)
 
 
 def _actor_options(environment: dict[str, str]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The `phasegate` command: arguments in, one clear line out when something is wrong."""
 
 import argparse
-import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -11,7 +10,7 @@ from deploy import commands
 from deploy.chat import ChatError
 from deploy.control import ControlError
 from deploy.detach import DetachError
-from deploy.logs import FORMAT
+from deploy.logs import log_to_stream
 from deploy.model_store import ModelError
 from deploy.redis_server import RedisError
 from deploy.signals import StopRequested
@@ -117,7 +116,7 @@ def _positive(text: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit status: 0 done, 1 failed with one clear message, 2 wrong arguments, 130 told to stop."""
     options = parser().parse_args(arguments)
-    logging.basicConfig(format=FORMAT, level=logging.WARNING, stream=sys.stderr)
+    log_to_stream(sys.stderr)
     try:
         status: int = options.act(options)
     except EXPECTED as bad:

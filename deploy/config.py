@@ -89,6 +89,30 @@ class TestingConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TracingConfig:
+    """Where finished spans go, and for how many requests they are made."""
+
+    __pydantic_config__: ClassVar = STRICT
+
+    otlp_endpoint: str | None = None
+    """Where an OpenTelemetry collector takes traces over HTTP, like `http://collector:4318/v1/traces`.
+    Headers that it asks for come from the environment: `OTEL_EXPORTER_OTLP_HEADERS`."""
+    sample_ratio: Annotated[float, AllowInfNan(False), Ge(0), Le(1)] = 1.0
+    """Share of the requests that are traced. A client's `traceparent` decides for its own request."""
+    file: bool = True
+    """Also into the state folder's `logs`, for `phasegate trace`."""
+
+    def __post_init__(self) -> None:
+        if self.otlp_endpoint is None:
+            return
+        parts = urlsplit(self.otlp_endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("otlp_endpoint must start with http:// or https:// and name a host")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("otlp_endpoint must hold no password: use OTEL_EXPORTER_OTLP_HEADERS")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SystemConfig:
     """The whole file. Every key may be left out."""
 
@@ -109,6 +133,7 @@ class SystemConfig:
     limits: LimitsConfig = LimitsConfig()
     dashboard: DashboardConfig = DashboardConfig()
     testing: TestingConfig = TestingConfig()
+    tracing: TracingConfig = TracingConfig()
 
 
 _adapter: Final = TypeAdapter(SystemConfig)

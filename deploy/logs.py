@@ -1,11 +1,12 @@
-"""One log format for every process of the system: a constant message after time, level and logger."""
+"""One log format for every process of the system: time, level, logger, a constant message, then fields."""
 
 import logging
 import os
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
-FORMAT: Final = "%(asctime)s %(levelname)s %(process)d %(name)s %(message)s"
+from kv_transfer.api import FieldFormatter
+
 OURS: Final = ("gateway", "workers", "kv_transfer", "deploy")
 
 
@@ -13,12 +14,19 @@ def log_to_file(path: Path) -> None:
     """From now on this process's log lines, ours from INFO and others' from WARNING, go to a private file."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     handler = logging.StreamHandler(os.fdopen(handle, "a"))
-    handler.setFormatter(logging.Formatter(FORMAT))
+    handler.setFormatter(FieldFormatter())
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     for name in OURS:
         logging.getLogger(name).setLevel(logging.INFO)
+
+
+def log_to_stream(stream: TextIO) -> None:
+    """Warnings of this process go to the person at the terminal."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(FieldFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
 
 
 def tail(path: Path, lines: int = 20) -> list[str]:

@@ -12,6 +12,7 @@ from gateway.middleware.access_log import AccessLog
 from gateway.middleware.auth import Auth
 from gateway.middleware.body_limit import BodyLimit
 from gateway.middleware.request_id import RequestId
+from gateway.middleware.tracing import Trace
 from gateway.rest import catalogue, health, openai, workers_ai
 from gateway.rest.problem import problem
 from gateway.services import Services
@@ -36,6 +37,7 @@ def create_app(services: Services) -> Starlette:
         ],
         middleware=[
             Middleware(RequestId, proxy_labels=services.config.proxy_labels),
+            Middleware(Trace, tracing=services.tracing),
             Middleware(AccessLog),
             Middleware(Auth, resolve=services.keys.resolve),
             Middleware(BodyLimit, max_bytes=services.config.max_body_bytes),
@@ -53,7 +55,7 @@ def _api_error(request: Request, error: Exception) -> Response:
     return problem(error)
 
 
-def _http_exception(_: Request, error: Exception) -> Response:
+def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     by_status: dict[int, type[ApiError]] = {404: NoRoute, 405: MethodNotAllowed}
-    return problem(by_status.get(error.status_code, InvalidRequest)())
+    return _api_error(request, by_status.get(error.status_code, InvalidRequest)())

@@ -18,6 +18,7 @@ from gateway.dispatch.pools import EnginePool, ServePool
 from gateway.dispatch.summary import Summaries
 from gateway.prompt.render import Renderer, VllmRenderer
 from gateway.services import Capacity, ServedModel, Services
+from gateway.telemetry import Tracing
 from gateway.tenants.store import TenantStore, wall_clock
 from kv_transfer.testing.holds import holds_in
 
@@ -26,7 +27,13 @@ class Gateway:
     """A gateway over any pool, renderer and store. `start` before the first request, `close` at the end."""
 
     def __init__(
-        self, config: GatewayConfig, *, pool: EnginePool, renderer: Renderer, store: TenantStore
+        self,
+        config: GatewayConfig,
+        *,
+        pool: EnginePool,
+        renderer: Renderer,
+        store: TenantStore,
+        tracing: Tracing,
     ) -> None:
         self.id = secrets.token_hex(16)
         self._store = store
@@ -52,6 +59,7 @@ class Gateway:
                 capacity=self._capacity,
                 wall_clock=wall_clock,
                 holds=holds_in(config.holds),
+                tracing=tracing,
             )
         )
 
@@ -83,13 +91,16 @@ class Gateway:
 class GatewayReplica:
     """The gateway inside a Serve replica. `prefill` and `decode` are deployment handles."""
 
-    def __init__(self, config: GatewayConfig, secrets: GatewaySecrets, prefill: Any, decode: Any) -> None:
+    def __init__(
+        self, config: GatewayConfig, secrets: GatewaySecrets, prefill: Any, decode: Any, tracing: Tracing
+    ) -> None:
         """Takes seconds: imports vLLM for its renderer."""
         self._gateway = Gateway(
             config,
             pool=ServePool(prefill, decode),
             renderer=VllmRenderer(config.model.model_dir, config.model.context_length),
             store=TenantStore.open(secrets.state_url, secrets.pepper),
+            tracing=tracing,
         )
         self._starting: asyncio.Task[None] | None = None
 

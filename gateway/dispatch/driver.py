@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -17,6 +17,7 @@ from gateway.dispatch.summary import RequestSummary, Summaries
 from gateway.errors import RETRY_AFTER_S, ApiError, EnginesUnavailable, StreamIncomplete, for_fault
 from gateway.routing.policy import choose
 from gateway.routing.snapshot import Ask
+from gateway.telemetry import RequestTrace, Stage, untraced
 from workers.api import (
     DecodeRequest,
     DecodeResult,
@@ -49,6 +50,7 @@ class Job:
     cache_salt: str
     sampling: Sampling
     stop_token_ids: tuple[int, ...]
+    trace: RequestTrace = field(default_factory=untraced)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,8 @@ class Call:
     def __init__(self, services: Services, job: Job) -> None:
         self._s = services
         self._job = job
+        self._trace = job.trace
+        self._traceparent = job.trace.traceparent
         self._transfer_id = secrets.token_hex(16)
         self._events: asyncio.Queue[flow.Event] = asyncio.Queue()
         self._tasks: dict[Phase, asyncio.Task[None]] = {}
@@ -99,6 +103,7 @@ class Call:
         Raises:
             EnginesUnavailable: no replica can take the request. Nothing was called.
         """
+        self._trace.enter(Stage.ROUTE)
         needs_prefill = len(self._job.token_ids) > 1  # decode computes the last prompt token itself
         if needs_prefill:
             self._prefill_replica = self._place(Phase.PREFILL)
@@ -112,6 +117,8 @@ class Call:
             )
         self._s.fleet.enter(self._decode_replica, self._job.request_id, lambda: self._tell(flow.DecodeLost()))
         self._state, actions = flow.start(with_prefill=needs_prefill)
+        self._trace.note(prefill_replica=self._prefill_replica, decode_replica=self._decode_replica)
+        self._trace.enter(Stage.FIRST_TOKEN)
         self._perform(actions)
         return self
 
@@ -141,10 +148,12 @@ class Call:
                     case flow.Emit():
                         if self._first_at is None:
                             self._first_at = self._s.now()
+                            self._trace.enter(Stage.LAST_TOKEN)
                         self.billed_tokens += len(action.token_ids)
                         yield action.token_ids
                     case flow.Finish():
                         self.result, self._status = action.result, "finished"
+                        self._trace.enter(None)
                         return
                     case flow.Fail():
                         error = self._failure(action.fault)
@@ -157,6 +166,7 @@ class Call:
         """A stop string is complete: ends both calls. The last `unused_tokens` came after it, unbilled."""
         self.billed_tokens -= unused_tokens
         self._status = "finished"
+        self._trace.enter(None)
         self._advance(flow.StopFound())
 
     @property
@@ -237,6 +247,7 @@ class Call:
             token_ids=self._job.token_ids,
             cache_salt=self._job.cache_salt,
             deadline_s=self._left_s(),
+            traceparent=self._traceparent,
         )
         answer = await _as_value(self._s.pool.prefill(self._prefill_replica, request))
         if isinstance(answer, WorkerFault):
@@ -260,6 +271,7 @@ class Call:
             deadline_s=self._left_s(),
             transfer_id=self._transfer_id if source else None,
             prefill_engine=self._s.fleet.info(source).engine_id if source else None,
+            traceparent=self._traceparent,
         )
         answer = await _as_value(self._s.pool.decode(self._decode_replica, request))
         if isinstance(answer, WorkerFault):
@@ -303,6 +315,8 @@ class Call:
         return RequestSummary(
             request_id=self._job.request_id,
             label=self._job.label,
+            trace_id=self._trace.trace_id,
+            sampled=self._trace.sampled,
             status=self._status,
             prompt_tokens=len(self._job.token_ids),
             output_tokens=self.billed_tokens,

@@ -12,6 +12,10 @@ class RequestSummary:
     request_id: str
     label: str
     """The client's, or the proxy's, `x-request-id`: the answer carries it."""
+    trace_id: str
+    """In hex; empty when nobody traces."""
+    sampled: bool
+    """Whether the trace was kept."""
     status: str
     """`finished`, `client_gone`, or the word of the error that ended it."""
     prompt_tokens: int

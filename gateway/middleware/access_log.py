@@ -45,6 +45,7 @@ class AccessLog:
             await self.app(scope, receive, watched)
         except Exception:
             log.exception("request.crashed request_id=%s", facts["request_id"])
+            facts["error"] = InternalError.code
             if "status" in facts:
                 raise
             await problem(InternalError())(scope, receive, watched)

@@ -27,6 +27,7 @@ class Auth:
                 if tenant is None:
                     raise InvalidApiKey
             except ApiError as error:
+                scope["state"]["facts"].update(error=error.code)
                 await problem(error)(scope, receive, send)
                 return
             scope["state"]["tenant"] = tenant

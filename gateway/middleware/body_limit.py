@@ -20,6 +20,7 @@ class BodyLimit:
             return
         announced = Headers(scope=scope).get("content-length", "")
         if announced.isascii() and announced.isdigit() and int(announced) > self._max_bytes:
+            scope["state"]["facts"].update(error=BodyTooLarge.code)
             await problem(self._error())(scope, receive, send)
             return
         received = 0

@@ -16,10 +16,12 @@ from gateway.dispatch.generation import Generation
 from gateway.errors import ApiError, ContextOverflow, InternalError
 from gateway.middleware.access_log import facts_of
 from gateway.middleware.request_id import label_of, request_id_of
+from gateway.middleware.tracing import trace_of
 from gateway.prompt.render import Renderer
 from gateway.prompt.schema import Ask, bad_input
 from gateway.rest import problem, sse
 from gateway.services import ServedModel, Services
+from gateway.telemetry import Stage
 from gateway.tenants.model import Tenant, combined_salt
 
 log = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ async def complete(
     async with AsyncExitStack() as stack:
         await services.holds.at("before_admission", request_id)
         stack.enter_context(services.capacity.slot())
+        trace = trace_of(request.scope)
+        trace.enter(Stage.RENDER)
         await services.holds.at("rendering", request_id)
         token_ids = await _render(served.renderer, ask)
         limit = _output_limit(len(token_ids), ask, served.renderer, default_max_tokens)
@@ -71,6 +75,7 @@ async def complete(
             cache_salt=combined_salt(tenant.account.cache_salt, ask.cache_salt),
             sampling=replace(ask.sampling, max_tokens=limit),
             stop_token_ids=served.renderer.stop_token_ids,
+            trace=trace,
         )
         facts = facts_of(request.scope)
         facts.update(model=served.facts.id, prompt_tokens=len(token_ids), stream=ask.stream)
@@ -92,6 +97,7 @@ async def complete(
                 )
             text = await until_disconnect(request.receive, _joined(pieces))
         except ClientLeft:
+            facts.update(ended="client_gone")
             return Response(status_code=499)
         _note(facts, generation, call)
         return JSONResponse(dialect.whole(text, generation))

@@ -4,11 +4,13 @@ from kv_transfer.api.errors import TransferCause, TransferError
 from kv_transfer.api.faults import FaultConfig
 from kv_transfer.api.gauges import EngineGauges
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
+from kv_transfer.api.log_fields import FieldFormatter, request_fields
 from kv_transfer.api.page import Layout, WireFormat
 
 __all__ = [
     "EngineGauges",
     "FaultConfig",
+    "FieldFormatter",
     "HandoffOutcome",
     "HandoffReport",
     "Layout",
@@ -17,4 +19,5 @@ __all__ = [
     "TransferCause",
     "TransferError",
     "WireFormat",
+    "request_fields",
 ]

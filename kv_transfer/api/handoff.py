@@ -30,6 +30,8 @@ class Ticket:
     """Control addresses of the prefill workers, by rank (RECEIVE only): from the replica registry."""
     deadline_s: float = 60.0
     """Seconds from arrival in the engine until this side gives up."""
+    traceparent: str = ""
+    """W3C trace context of the request that the pages are for."""
 
     def to_params(self) -> dict[str, Any]:
         """The `kv_transfer_params` of an engine request."""
@@ -64,6 +66,8 @@ class HandoffReport:
     wire_bytes: int = 0
     seconds: float = 0.0
     """From posting the offer to the last page copied in."""
+    started_at: float | None = None
+    """When the offer was posted: monotonic seconds of this host's clock, the same in all its processes."""
     cause: TransferCause | None = None
     """Set when the outcome is RECOMPUTED."""
 

@@ -84,6 +84,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
                 pages=max(ours.pages, theirs.pages),
                 wire_bytes=ours.wire_bytes + theirs.wire_bytes,
                 seconds=max(ours.seconds, theirs.seconds),
+                started_at=ours.started_at,
                 cause=worst.cause,
             )
         return WorkerNews(merged)

@@ -121,6 +121,7 @@ class Receiver:
                 first_page=order.first_page,
                 pages=len(order.page_ids),
                 link=entry.link,
+                traceparent=order.ticket.traceparent,
             ),
         )
 

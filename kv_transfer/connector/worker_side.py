@@ -209,5 +209,6 @@ class WorkerSide:
             pages=len(order.page_ids) if cause is None else 0,
             wire_bytes=sum(group.data.numel() for group in outcome.groups),
             seconds=self._now() - outcome.started_at,
+            started_at=outcome.started_at,
             cause=cause,
         )

@@ -50,6 +50,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     first_page: int
     pages: int
     link: LinkAddress
+    traceparent: str = ""
+    """W3C trace context of the request, for the sender's log lines."""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):

@@ -16,6 +16,7 @@ from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.summary import Summaries
 from gateway.errors import StateUnavailable
 from gateway.services import Capacity, ServedModel, Services
+from gateway.telemetry import Tracing
 from gateway.tenants.model import Account, KeyRecord, Tenant
 from tests.support.engine_pool import FakePool, Script
 from tests.support.renderer import ByteRenderer
@@ -78,6 +79,7 @@ async def running_gateway(
     max_in_flight: int = 8,
     request_timeout_s: float = 10.0,
     max_body_bytes: int = 100_000,
+    tracing: Tracing | None = None,
 ) -> AsyncIterator[TestGateway]:
     """Afterwards nothing may be left over: no call, no subscription, no slot."""
     pool, clock = FakePool(script), ManualClock()
@@ -102,7 +104,14 @@ async def running_gateway(
     keys, capacity = FixedKeys(), Capacity(max_in_flight)
     config = GatewayConfig(model=facts, max_body_bytes=max_body_bytes)
     app = create_app(
-        Services(config=config, keys=keys, models=models, capacity=capacity, wall_clock=lambda: 1.7e9)
+        Services(
+            config=config,
+            keys=keys,
+            models=models,
+            capacity=capacity,
+            wall_clock=lambda: 1.7e9,
+            tracing=tracing if tracing is not None else Tracing(),
+        )
     )
     if attach:
         fleet.refresh(bus.address)

@@ -11,6 +11,7 @@ from workers.pools.config import ReplicaConfig
 from workers.pools.decode import DecodeReplica
 from workers.pools.prefill import PrefillReplica
 from workers.pools.replica import Parts
+from workers.telemetry import Spans
 
 PROFILE: dict[str, Any] = {
     "name": "tiny",
@@ -126,6 +127,7 @@ class Bench:
     config: ReplicaConfig = field(
         default_factory=lambda: ReplicaConfig(profile=PROFILE, model_dir="/models/tiny")
     )
+    spans: Spans = field(default_factory=Spans)
 
     def parts(self, engine_id: str) -> Parts:
         return Parts(
@@ -136,6 +138,7 @@ class Bench:
             open_sink=self.board.open,
             now=self.clock.now,
             sleep=self.clock.sleep,
+            spans=self.spans,
         )
 
     async def decode_replica(self) -> DecodeReplica:

@@ -31,6 +31,8 @@ class PrefillRequest:
     token_ids: tuple[int, ...]
     cache_salt: str
     deadline_s: float
+    traceparent: str = ""
+    """W3C trace context of the request; empty when nobody traces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,3 +51,5 @@ class DecodeRequest:
     transfer_id: str | None = None
     """None: decode computes the prompt itself."""
     prefill_engine: str | None = None
+    traceparent: str = ""
+    """W3C trace context of the request; empty when nobody traces."""

@@ -18,6 +18,7 @@ from workers.engine.base import Ending, EngineFault
 from workers.pools.config import ReplicaConfig
 from workers.pools.history import TokenHistory
 from workers.pools.replica import Parts, Replica
+from workers.telemetry import Work
 
 TRANSFER_DEADLINE_S: Final = 60.0
 """A transfer takes milliseconds; after so long decode computes the prompt itself."""
@@ -38,14 +39,25 @@ class DecodeReplica(Replica):
         refused = self._enter()
         if refused is not None:
             return refused
+        with self._parts.spans.work(
+            "decode", request.request_id, request.traceparent, attempt=request.attempt
+        ) as work:
+            return await self._decode(request, work)
+
+    async def _decode(self, request: DecodeRequest, work: Work) -> DecodeResult | WorkerFault:
         started = self._parts.now()
         place = self._places.take(request.request_id, request.gateway_id)
         tokens = self._history.begin(request.request_id)
         try:
             async with asyncio.timeout(request.deadline_s) as limit:
                 place.under(limit)
-                ending = await self._produce(request, tokens)
+                ending = await self._produce(request, tokens, work)
                 await self._bus.flushed()
+            work.note(
+                cached_tokens=ending.cached_tokens,
+                output_tokens=len(tokens),
+                finish_reason=ending.reason.value,
+            )
             return DecodeResult(
                 output_tokens=len(tokens),
                 finish_reason=ending.reason,
@@ -56,7 +68,7 @@ class DecodeReplica(Replica):
         except asyncio.CancelledError:
             raise
         except BaseException as bad:  # noqa: BLE001 - not even SystemExit may leave: its caller would hang
-            return self._fault(request.request_id, place.reason(bad), request.deadline_s)
+            return self._fault(request.request_id, place.reason(bad), request.deadline_s, work)
         finally:
             self._history.end(request.request_id, tokens)
             self._places.give_back(place)
@@ -75,9 +87,9 @@ class DecodeReplica(Replica):
             )
         return RefetchResult(first_index=from_index, token_ids=tokens)
 
-    async def _produce(self, request: DecodeRequest, tokens: list[int]) -> Ending:
+    async def _produce(self, request: DecodeRequest, tokens: list[int], work: Work) -> Ending:
         await self._parts.holds.at("decode_called", request.request_id)
-        ticket = await self._ticket(request)
+        ticket = await self._ticket(request, work.traceparent)
         self._bus.attach(request.gateway_id, request.bus_address)
         deltas = self._engine.decode(request, ticket)
         async with aclosing(deltas):
@@ -86,6 +98,8 @@ class DecodeReplica(Replica):
                 if tokens:
                     stage = "decoding" if ending is None else "last_token"
                     await self._parts.holds.at(stage, request.request_id)
+                else:
+                    work.event("first_token")
                 item = Item(
                     request_id=request.request_id,
                     attempt=request.attempt,
@@ -96,10 +110,12 @@ class DecodeReplica(Replica):
                 tokens.extend(delta.token_ids)
                 self._bus.publish(request.gateway_id, item)
                 if ending is not None:
+                    work.event("last_token")
+                    work.transfer(ending.handoff)
                     return ending
         raise EngineFault(FaultKind.INTERNAL, "the engine's answer has no end")
 
-    async def _ticket(self, request: DecodeRequest) -> Ticket | None:
+    async def _ticket(self, request: DecodeRequest, traceparent: str) -> Ticket | None:
         """Where the pages are fetched. Addresses come from the registry, never from a request."""
         if request.transfer_id is None or request.prefill_engine is None:
             return None
@@ -112,4 +128,5 @@ class DecodeReplica(Replica):
             peer_engine=request.prefill_engine,
             peer_addresses=addresses,
             deadline_s=min(request.deadline_s, TRANSFER_DEADLINE_S),
+            traceparent=traceparent,
         )

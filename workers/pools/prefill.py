@@ -5,6 +5,7 @@ import asyncio
 from kv_transfer.api import Role, Ticket
 from workers.api import Phase, PrefillRequest, PrefillResult, WorkerFault
 from workers.pools.replica import Replica
+from workers.telemetry import Work
 
 
 class PrefillReplica(Replica):
@@ -15,6 +16,12 @@ class PrefillReplica(Replica):
         refused = self._enter()
         if refused is not None:
             return refused
+        with self._parts.spans.work(
+            "prefill", request.request_id, request.traceparent, prompt_tokens=len(request.token_ids)
+        ) as work:
+            return await self._prefill(request, work)
+
+    async def _prefill(self, request: PrefillRequest, work: Work) -> PrefillResult | WorkerFault:
         started = self._parts.now()
         place = self._places.take(request.request_id)
         ticket = Ticket(
@@ -22,17 +29,19 @@ class PrefillReplica(Replica):
             role=Role.SEND,
             peer_engine=request.decode_engine,
             deadline_s=request.deadline_s,
+            traceparent=work.traceparent,
         )
         try:
             async with asyncio.timeout(request.deadline_s) as limit:
                 place.under(limit)
                 await self._parts.holds.at("prefill_called", request.request_id)
                 cached = await self._engine.prefill(request, ticket)
+            work.note(cached_tokens=cached)
             return PrefillResult(cached_tokens=cached, seconds=self._parts.now() - started)
         except asyncio.CancelledError:
             raise
         except BaseException as bad:  # noqa: BLE001 - not even SystemExit may leave: its caller would hang
-            return self._fault(request.request_id, place.reason(bad), request.deadline_s)
+            return self._fault(request.request_id, place.reason(bad), request.deadline_s, work)
         finally:
             self._places.give_back(place)
             self._leave()

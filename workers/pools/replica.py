@@ -20,6 +20,7 @@ from workers.pools.config import ReplicaConfig
 from workers.pools.lifecycle import Intake, Refusal, Stage
 from workers.pools.places import Places
 from workers.pools.registry import PeerRegistry, RayRegistry
+from workers.telemetry import Spans, Work
 
 HEARTBEAT_S: Final = 0.5
 SILENCE_S: Final = 5.0
@@ -50,9 +51,10 @@ class Parts:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     holds: Holds = field(default_factory=NoHolds)
     """Barriers on purpose, for tests."""
+    spans: Spans = field(default_factory=Spans)
 
 
-def real_parts(config: ReplicaConfig, phase: Phase, replica_id: str) -> Parts:
+def real_parts(config: ReplicaConfig, phase: Phase, replica_id: str, spans: Spans) -> Parts:
     """The profile's engine, ZeroMQ and Ray's key-value store."""
     engine_id = secrets.token_hex(16)
     return Parts(
@@ -62,6 +64,7 @@ def real_parts(config: ReplicaConfig, phase: Phase, replica_id: str) -> Parts:
         registry=RayRegistry(),
         open_sink=ZmqSink,
         holds=holds_in(config.holds()),
+        spans=spans,
     )
 
 
@@ -203,14 +206,15 @@ class Replica:
         if self._intake.inside == 0:
             self._idle.set()
 
-    def _fault(self, request_id: str, bad: BaseException, deadline_s: float) -> WorkerFault:
-        """The fault that stands for `bad`, logged."""
+    def _fault(self, request_id: str, bad: BaseException, deadline_s: float, work: Work) -> WorkerFault:
+        """The fault that stands for `bad`, logged and noted on the work's span."""
         if isinstance(bad, EngineFault):
             fault = WorkerFault(kind=bad.kind, detail=bad.detail)
         elif isinstance(bad, TimeoutError):
             fault = WorkerFault(kind=FaultKind.DEADLINE, detail=f"not done within {deadline_s:g} s")
         else:
             fault = WorkerFault(kind=FaultKind.INTERNAL, detail=repr(bad))
+        work.fail(fault.kind)
         log.warning("request %s: %s: %s", request_id, fault.kind, fault.detail)
         return fault
 

@@ -1,0 +1,66 @@
+import asyncio
+import logging
+from typing import Any
+
+from kv_transfer.api import FieldFormatter, request_fields
+
+
+def line(message: str, *args: object, **extra: object) -> str:
+    record = logging.getLogger("kv_transfer.x").makeRecord(
+        "kv_transfer.x", logging.WARNING, "f.py", 1, message, args, None, extra=extra or None
+    )
+    return FieldFormatter().format(record)
+
+
+def test_extra_fields_follow_the_message() -> None:
+    assert line("transfer failed", cause="deadline", pages=3).endswith(
+        "transfer failed cause=deadline pages=3"
+    )
+
+
+def test_a_value_with_spaces_or_line_ends_stays_one_quoted_word() -> None:
+    assert line("refused", detail='a "b"\nc').endswith('refused detail="a \\"b\\"\\nc"')
+    assert line("refused", detail="").endswith('refused detail=""')
+
+
+def test_lines_of_a_request_carry_its_ids() -> None:
+    with request_fields("r1", "t1"):
+        assert line("bus.gap").endswith("bus.gap request_id=r1 trace_id=t1")
+    assert line("bus.gap").endswith("bus.gap")
+
+
+def test_an_id_that_the_line_has_already_is_not_said_twice() -> None:
+    with request_fields("r17", "t1"):
+        assert line("fault request_id=%s", "r17").endswith("fault request_id=r17 trace_id=t1")
+        assert line("fault", request_id="other").endswith("fault request_id=other trace_id=t1")
+
+
+async def test_two_requests_at_once_keep_their_own_ids() -> None:
+    said: dict[str, str] = {}
+
+    async def work(name: str) -> None:
+        with request_fields(name):
+            await asyncio.sleep(0)
+            said[name] = line("x")
+
+    await asyncio.gather(work("one"), work("two"))
+
+    assert {name: text.split()[-1] for name, text in said.items()} == {
+        "one": "request_id=one",
+        "two": "request_id=two",
+    }
+
+
+def test_marks_that_a_library_puts_on_every_record_are_not_fields() -> None:
+    usual = logging.getLogRecordFactory()
+
+    def marking(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        record = usual(*args, **kwargs)
+        record.process_of_a_library = "main"
+        return record
+
+    logging.setLogRecordFactory(marking)
+    try:
+        assert line("x", pages=1).endswith(" x pages=1")
+    finally:
+        logging.setLogRecordFactory(usual)
