@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import BackpressureConfig, RequestRouterConfig
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deploy.cluster_environment import SERVE_ENVIRONMENT
@@ -19,6 +19,7 @@ from deploy.serve_listener import bind_internal_server
 from deploy.state import read_private
 from deploy.tracing import Process, ProcessTracing, start_tracing
 from gateway.config import GatewayConfig, GatewaySecrets, ModelFacts
+from gateway.errors import RETRY_AFTER_S
 from gateway.ingress import GatewayReplica
 from gateway.telemetry import Tracing
 from workers.api import Phase
@@ -149,6 +150,8 @@ def build(plan: Plan) -> Any:
         name=GATEWAY,
         num_replicas=1,
         max_ongoing_requests=plan.config.limits.max_in_flight + MARGIN,
+        max_queued_requests=plan.config.limits.max_queued,
+        backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
         ray_actor_options=_actor_options(gateway_environment()),
         graceful_shutdown_timeout_s=plan.shutdown_grace_s,
         graceful_shutdown_wait_loop_s=0.5,
@@ -166,6 +169,8 @@ def _pool(name: str, cls: type[Any], plan: Plan, phase: Phase) -> Any:
         num_replicas=part.replicas,
         # A pinned call waits in silence at a full replica: the replica itself refuses before that.
         max_ongoing_requests=part.max_sequences * (QUEUE_FACTOR + 1) + MARGIN,
+        # A burst of all that a gateway has in flight passes through its router; more never waits there.
+        max_queued_requests=plan.config.limits.max_in_flight + MARGIN,
         ray_actor_options=_actor_options(
             engine_environment(plan.profile, phase, plan.device, internal_host(plan))
         ),

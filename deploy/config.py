@@ -53,6 +53,8 @@ class LimitsConfig:
     """A longer request body is refused."""
     max_in_flight: Count = 256
     """Requests that one gateway answers at once; the next one is refused."""
+    max_queued: Count = 64
+    """Requests that wait before a gateway which takes no more in; the next one is refused."""
     request_timeout_s: Seconds = 600.0
     """From a request's arrival to its last token."""
     silence_s: Annotated[float, AllowInfNan(False), Ge(3)] = 10.0

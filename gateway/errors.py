@@ -149,6 +149,11 @@ class EnginesUnavailable(ApiError):
     text = "No inference engine is ready."
 
 
+class ShuttingDown(ApiError):
+    status, number, code = 503, 7013, "shutting_down"
+    text = "The service is shutting down; please try again."
+
+
 class StateUnavailable(ApiError):
     status, number, code = 503, 7012, "state_unavailable"
     text = "The key store cannot be reached."
@@ -156,7 +161,7 @@ class StateUnavailable(ApiError):
 
 FAULT_TO_ERROR: Final[Mapping[FaultKind, type[ApiError]]] = {
     FaultKind.BUSY: OutOfCapacity,
-    FaultKind.DRAINING: OutOfCapacity,
+    FaultKind.DRAINING: ShuttingDown,
     FaultKind.DEADLINE: DeadlineExceeded,
     FaultKind.PEER_UNKNOWN: EngineFailed,
     FaultKind.INVALID_REQUEST: InternalError,
@@ -168,7 +173,13 @@ RETRY_AFTER_S: Final = 1
 """Seconds named to clients that met a full or absent pool: both change within a step or two."""
 
 
+DRAIN_RETRY_AFTER_S: Final = 5
+"""Seconds named to clients that met a part of the system on its way out."""
+
+
 def for_fault(kind: FaultKind) -> ApiError:
     """What the client is told about a worker's fault."""
     error = FAULT_TO_ERROR[kind]
+    if error is ShuttingDown:
+        return error(retry_after_s=DRAIN_RETRY_AFTER_S)
     return error(retry_after_s=RETRY_AFTER_S if error.status in (429, 503) else None)

@@ -82,7 +82,13 @@ class Gateway:
             raise RuntimeError("the replica watch has ended")
 
     def status(self) -> dict[str, Any]:
-        return {"id": self.id, "pid": os.getpid(), "in_flight": self._capacity.in_flight}
+        return {
+            "id": self.id,
+            "pid": os.getpid(),
+            "in_flight": self._capacity.in_flight,
+            "places": self._fleet.in_flight,
+            "subscriptions": self._bus.subscribed,
+        }
 
     def request_summary(self, request_id: str) -> dict[str, Any] | None:
         return self._summaries.get(request_id)
@@ -121,7 +127,7 @@ class GatewayReplica:
         self._gateway.check()
 
     async def status(self) -> dict[str, Any]:
-        """`{"id", "pid", "in_flight"}`."""
+        """Gauges: requests in flight, the places they hold in replicas, who listens on the bus."""
         await self.start()
         return self._gateway.status()
 

@@ -19,9 +19,10 @@ MAX_REFETCHES: Final = 2
 
 
 class StreamFault(StrEnum):
-    """Failures that only the receiver can see. Also metric labels, beside `FaultKind`."""
+    """Failures that only the gateway can see. Also metric labels, beside `FaultKind`."""
 
     INCOMPLETE = "incomplete"
+    SHUTTING_DOWN = "shutting_down"
 
 
 Fault = FaultKind | StreamFault
@@ -107,6 +108,11 @@ class DeadlinePassed:
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class GatewayLeaves:
+    """This gateway is told to stop, and the time that requests had to finish is over."""
+
+
 Event = (
     Arrived
     | DecodeReturned
@@ -121,6 +127,7 @@ Event = (
     | StopFound
     | ClientGone
     | DeadlinePassed
+    | GatewayLeaves
 )
 
 
@@ -246,6 +253,8 @@ def step(state: State, event: Event) -> Step:
             return _end(state, Abandon())
         case DeadlinePassed():
             return _end(state, Fail(FaultKind.DEADLINE))
+        case GatewayLeaves():
+            return _end(state, Fail(StreamFault.SHUTTING_DOWN))
 
 
 def _from_decode(

@@ -151,9 +151,11 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     leaving = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientLeft
+        # First of all: what `receive` has told once it need not tell again.
+        if leaving.done():
+            leaving.result()
+            raise ClientLeft
+        return working.result()
     finally:
         for task in (working, leaving):
             task.cancel()

@@ -33,7 +33,10 @@ class Faults:
 
     def fence(self, transfer_id: str, fence: Fence) -> Fence:
         """Barrier `wire`: the lane has a page group and does not send it yet."""
-        return fence if self._config.holds is None else HeldFence(fence, self._holds, transfer_id)
+        if self._config.holds is None:
+            return fence
+        self._holds.held("wire", transfer_id)  # reached, also by those that queue behind the one that waits
+        return HeldFence(fence, self._holds, transfer_id)
 
     def due(self, outcomes: Iterable[Outcome]) -> list[Outcome]:
         """Barrier `copy_in`: pages that have all arrived are not copied yet."""

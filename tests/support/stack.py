@@ -90,15 +90,22 @@ def busy(status: dict[str, Any]) -> list[str]:
     for row in status["replicas"]:
         held += [
             f"{row['phase']}: {name} {row[name]}"
-            for name in ("running", "waiting", "in_flight_transfers", "bus_queue")
+            for name in ("running", "waiting", "in_flight_transfers", "bus_queue", "inside")
             if row[name]
         ]
         if row["free_pages"] != row["total_pages"]:
             held.append(f"{row['phase']}: {row['total_pages'] - row['free_pages']} pages")
-    return held + [f"gateway: {row['in_flight']} in flight" for row in status["gateways"] if row["in_flight"]]
+    return held + [
+        f"gateway: {name} {row[name]}"
+        for row in status["gateways"]
+        for name in ("in_flight", "places", "subscriptions")
+        if row[name]
+    ]
 
 
-def eventually(ask: Callable[[], Any], good: Callable[[Any], bool], *, within_s: float = 10.0) -> Any:
+def eventually(
+    ask: Callable[[], Any], good: Callable[[Any], bool], *, within_s: float = 10.0, what: str = "good answer"
+) -> Any:
     """The first good answer.
 
     Raises:
@@ -106,7 +113,7 @@ def eventually(ask: Callable[[], Any], good: Callable[[Any], bool], *, within_s:
     """
     end = time.monotonic() + within_s
     while not good(answer := ask()):
-        assert time.monotonic() < end, f"not within {within_s} s: {answer}"
+        assert time.monotonic() < end, f"no {what} within {within_s} s: {answer}"
         time.sleep(0.05)
     return answer
 

@@ -66,6 +66,8 @@ class ReplicaStatus:
     in_flight_transfers: int
     bus_queue: int
     """Items handed to the bus and not yet accepted by its sockets."""
+    inside: int
+    """Calls that the replica has taken in and not answered; the engine need not know of all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

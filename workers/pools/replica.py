@@ -174,6 +174,7 @@ class Replica:
             waiting=gauges.waiting,
             in_flight_transfers=gauges.in_flight_transfers,
             bus_queue=self._bus.bus_queue,
+            inside=self._intake.inside,
         )
 
     async def check_health(self) -> None:

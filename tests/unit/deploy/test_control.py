@@ -52,7 +52,7 @@ def test_status_lists_gauges_sorted_by_id(socket: str) -> None:
     assert [row["id"] for row in answer["replicas"]] == ["a", "b"]
     assert set(answer["replicas"][0]) == {
         *("id", "phase", "format", "pid", "free_pages", "total_pages", "running", "waiting"),
-        *("in_flight_transfers", "bus_queue"),
+        *("in_flight_transfers", "bus_queue", "inside"),
     }
     assert answer["gateways"] == [{"id": "g", "pid": 3, "in_flight": 0}]
 

@@ -1,0 +1,223 @@
+"""A client leaves while its request is held in a stage: everything that the request held comes back."""
+
+import itertools
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from tests.conftest import Answers, Texts
+from tests.e2e.conftest import MAX_IN_FLIGHT, MAX_QUEUED
+from tests.e2e.test_answers import ask
+from tests.support.aborts import Barriers, Client, Farewell, Footprint, await_idle, footprints
+from tests.support.prompts import PAGE
+from tests.support.stack import Stack, eventually
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray]
+
+STAGES: Final = (
+    "last_token",
+    "decoding",
+    "copy_in",
+    "wire",
+    "ship",
+    "prefill_called",
+    "decode_called",
+    "rendering",
+    "before_admission",
+)
+"""From the last to the first: a request on its way to a late stage must not be held in an early one.
+
+`prefill_called`: decode waits for prefill, its offer is parked. `decode_called`: prefill has announced its
+pages and nobody asks. `ship`: pages are agreed on and none has left. `wire`: the lane has pages and does not
+send. `copy_in`: all pages have arrived and are not in the cache yet.
+"""
+WITH_CALL: Final = frozenset(STAGES) - {"rendering", "before_admission"}
+GATEWAY_SLOTS: Final = MAX_IN_FLIGHT + 16
+"""What `deploy.app` lets into one gateway: those in flight and a margin."""
+
+_numbers = itertools.count()
+
+
+def a_body(stage: str, *, stream: bool) -> dict[str, Any]:
+    """A prompt that no cache knows, of three pages and more; an answer that outlasts the test or is short."""
+    words = " ".join(str(next(_numbers) + 1000) for _ in range(PAGE))
+    return {
+        "prompt": f"{stage} {time.monotonic_ns()} {words}",
+        "raw": True,
+        "max_tokens": 3 if stage == "last_token" else 4000,
+        "temperature": 0 if stage == "last_token" else 1.5,
+        "stream": stream,
+    }
+
+
+class Round:
+    """One request per stage and form, all held at once; then they leave, stage by stage."""
+
+    def __init__(self, stack: Stack, barriers: Barriers) -> None:
+        self._stack = stack
+        self._barriers = barriers
+        self.reached: Counter[str] = Counter()
+        self.returned: Counter[str] = Counter()
+
+    def run(self, stages: tuple[str, ...], *, per_form: int, farewells: Iterator[Farewell]) -> None:
+        clients: dict[str, list[Client]] = {}
+        try:
+            for stage in stages:
+                clients[stage] = self._fill(stage, per_form)
+            for stage in reversed(stages):
+                for client in clients[stage]:
+                    client.leave(next(farewells))
+                self._barriers.release(stage)
+                if stage in WITH_CALL:
+                    self._await_summaries(stage, clients[stage])
+        finally:
+            self._barriers.release()
+        await_idle(self._stack, None)
+        for stage in stages:
+            self.returned[stage] += len(clients[stage])
+
+    def table(self) -> str:
+        rows = [f"{stage:<18}{self.reached[stage]:>8}{self.returned[stage]:>10}" for stage in STAGES]
+        return "\n".join([f"{'stage':<18}{'reached':>8}{'returned':>10}", *rows])
+
+    def _fill(self, stage: str, per_form: int) -> list[Client]:
+        before = len(self._barriers.reached(stage))
+        self._barriers.hold(stage)
+        clients = [
+            Client(self._stack, a_body(stage, stream=stream), label=f"leaves-{stage}-{next(_numbers)}")
+            for stream in (True, False)
+            for _ in range(per_form)
+        ]
+        eventually(
+            lambda: len(self._barriers.reached(stage)) - before,
+            lambda found: found == len(clients),
+            within_s=30,
+            what=f"requests in stage {stage}",
+        )
+        self.reached[stage] += len(clients)
+        return clients
+
+    def _await_summaries(self, stage: str, clients: list[Client]) -> None:
+        """The gateway has closed these requests, and knows why."""
+        for client in clients:
+            summary = eventually(
+                lambda label=client.label: self._stack.control(f"/requests/{label}"),
+                lambda answer: answer.status_code == 200,
+            ).json()
+            assert summary["status"] == "client_gone", f"{stage}: {summary}"
+
+
+def farewells() -> Iterator[Farewell]:
+    return itertools.cycle(("fin", "fin", "reset"))
+
+
+@pytest.fixture
+def right(client: httpx.Client, stack: Stack, texts: Texts, answers: Answers, model_dir: Path) -> Any:
+    """Asserts that the next request answers as a plain engine does."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+
+    def check(length: int = PAGE + 1) -> None:
+        expected = tokenizer.decode(answers[length], skip_special_tokens=True)
+        started = time.monotonic()
+        for stream in (True, False):
+            text, count, _ = ask(client, stack, texts[length][0], stream=stream)
+            assert (text, count) == (expected, len(answers[length]))
+        assert time.monotonic() - started < 20
+
+    return check
+
+
+@pytest.fixture
+def baseline(stack: Stack, barriers: Barriers, right: Any) -> dict[int, Footprint]:
+    """After a warm-up in which every stage was left once: pools of threads and connections are full."""
+    right()
+    Round(stack, barriers).run(STAGES, per_form=1, farewells=farewells())
+    right()
+    return footprints(stack)
+
+
+@pytest.mark.timeout(240)
+def test_a_client_that_leaves_in_any_stage_leaves_nothing_behind(
+    stack: Stack, barriers: Barriers, baseline: dict[int, Footprint], right: Any
+) -> None:
+    found = Round(stack, barriers)
+
+    found.run(STAGES, per_form=1, farewells=farewells())
+
+    await_idle(stack, baseline)
+    right()
+    assert found.returned == found.reached == Counter(dict.fromkeys(STAGES, 2)), found.table()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_twenty_aborts_in_every_stage(
+    stack: Stack, barriers: Barriers, baseline: dict[int, Footprint], right: Any
+) -> None:
+    found = Round(stack, barriers)
+    ways = farewells()
+
+    for _ in range(10):
+        found.run(STAGES, per_form=1, farewells=ways)
+        right()
+
+    await_idle(stack, baseline)
+    sys.stdout.write(f"\n{found.table()}\n")
+    assert found.returned == found.reached == Counter(dict.fromkeys(STAGES, 20))
+
+
+HELLO: Final = {"prompt": "Hello", "max_tokens": 1}
+
+
+def refused(stack: Stack) -> httpx.Response | None:
+    """The refusal, at once; None when the request waits instead."""
+    try:
+        answer = httpx.post(stack.run_url, json=HELLO, headers=stack.headers, timeout=1.5)
+    except httpx.ReadTimeout:
+        return None
+    assert answer.status_code == 429, answer.text
+    return answer
+
+
+def fill_queue(stack: Stack) -> list[Client]:
+    """As many requests as Serve's queue takes, one after the other; then the next one is refused."""
+    queued = []
+    for number in range(MAX_QUEUED):
+        queued.append(Client(stack, dict(HELLO), label=f"queued-{number}"))
+        time.sleep(0.1)
+    answer = eventually(lambda: refused(stack), lambda found: found is not None, within_s=20)
+    assert int(answer.headers["retry-after"]) >= 1
+    return queued
+
+
+@pytest.mark.timeout(120)
+def test_queued_requests_that_leave_give_their_places_in_serves_queue_back(
+    client: httpx.Client, stack: Stack, barriers: Barriers
+) -> None:
+    """The gateway is full, and so is Serve's queue before it: twice all of the queue leaves."""
+    before = len(barriers.reached("before_admission"))
+    with barriers.holding("before_admission"):
+        inside = [Client(stack, dict(HELLO), label=f"inside-{n}") for n in range(GATEWAY_SLOTS)]
+        eventually(
+            lambda: len(barriers.reached("before_admission")) - before,
+            lambda found: found == GATEWAY_SLOTS,
+            within_s=30,
+        )
+        for farewell in ("fin", "reset"):
+            for queued in fill_queue(stack):
+                queued.leave(farewell)
+        stayed = fill_queue(stack)
+        for gone in inside:
+            gone.leave("fin")
+
+    assert [queued.status() for queued in stayed] == [200] * MAX_QUEUED
+    assert client.post(stack.run_url, json=HELLO).status_code == 200
+    await_idle(stack, None)
