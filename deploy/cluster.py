@@ -1,6 +1,7 @@
 """Ray and Serve for one system: a cluster of its own, private, started and ended by the supervisor."""
 
 import logging
+import math
 import shutil
 import threading
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any, Final
 
 from deploy.app import APP_NAME, DECODE, GATEWAY, PREFILL
 from deploy.cluster_environment import OBJECT_STORE_BYTES
-from deploy.config import DashboardConfig
+from deploy.config import DashboardConfig, SystemConfig
 
 LOGICAL_CPUS: Final = 16
 """More than there are: replicas share cores, and their threads are set by the profile."""
@@ -44,15 +45,23 @@ def start_ray(scratch: Path, dashboard: DashboardConfig) -> None:
     )
 
 
-def start_serve(host: str, port: int) -> None:
-    """Serve's controller and its HTTP proxy, which answers 404 until an application is deployed."""
+def start_serve(config: SystemConfig) -> None:
+    """Serve's controller and its ingress: HAProxy, or a proxy that answers 404 until something is deployed.
+
+    The environment of `ingress.prepare` must stand.
+    """
     from ray import serve
     from ray.serve.config import HTTPOptions
 
     # What it has to say on the way goes to its own files; the person at the terminal is told by us.
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(
-        http_options=HTTPOptions(host=host, port=port),
+        http_options=HTTPOptions(
+            # Behind HAProxy this is where gateways listen: HAProxy alone is open to clients.
+            host=config.host if config.ingress == "proxy" else LOOPBACK,
+            port=config.port,
+            keep_alive_timeout_s=math.ceil(config.limits.keep_alive_s),
+        ),
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
     )
 

@@ -55,6 +55,15 @@ class LimitsConfig:
     """Requests that one gateway answers at once; the next one is refused."""
     max_queued: Count = 64
     """Requests that wait before a gateway which takes no more in; the next one is refused."""
+    max_connections: Count = 16_384
+    """Connections of clients at once, idle ones too; fewer where the system allows fewer open files.
+    HAProxy only."""
+    header_timeout_s: Seconds = 10.0
+    """From a connection, or a further request's first byte, to the end of the request's headers."""
+    client_timeout_s: Seconds = 60.0
+    """For which a client may send none of its body, or take none of its answer."""
+    keep_alive_s: Seconds = 75.0
+    """For which a connection may stay open between two requests."""
     request_timeout_s: Seconds = 600.0
     """From a request's arrival to its last token."""
     silence_s: Annotated[float, AllowInfNan(False), Ge(3)] = 10.0
@@ -129,6 +138,8 @@ class SystemConfig:
     expose: bool = False
     """Says that a `host` other than loopback is meant. The HTTP surface speaks clear text: let a proxy in
     front of it, or a private network, protect keys and prompts on the way."""
+    ingress: Literal["haproxy", "proxy"] = "haproxy"
+    """What takes clients' connections: HAProxy straight to the gateways, or Serve's own proxy."""
     profile: str = PROFILE_DEFAULT
     """Name of a model profile, or path of its file."""
     redis: RedisConfig = RedisConfig()

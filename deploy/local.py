@@ -15,7 +15,7 @@ from typing import Final
 
 import httpx
 
-from deploy import model_store, preflight, tenants
+from deploy import ingress, model_store, preflight, tenants
 from deploy.cluster_environment import driver_environment, make_token
 from deploy.config import SystemConfig
 from deploy.control import ControlServer, ServeFleet, stop_self
@@ -159,16 +159,17 @@ class Supervisor:
         self, profile: ModelProfile, folder: Path, runtime: Runtime, undo: contextlib.ExitStack
     ) -> None:
         make_token(self._state.ray_token)
+        scratch = Path(runtime.scratch)
         os.environ.update(driver_environment(self._state.ray_token))
+        os.environ.update(ingress.prepare(self._config, scratch))
         from deploy import app, cluster
 
-        scratch = Path(runtime.scratch)
         self._say("ray: starting")
         undo.callback(cluster.keep_logs, scratch, self._state.logs)
         undo.callback(cluster.stop, self._say)
         try:
             cluster.start_ray(scratch, self._config.dashboard)
-            cluster.start_serve(self._config.host, self._config.port)
+            cluster.start_serve(self._config)
         except Exception as bad:
             log.exception("ray.start.failed")
             raise StartError(f"Ray did not start: {bad}") from None

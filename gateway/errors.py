@@ -114,6 +114,11 @@ class DeadlineExceeded(ApiError):
     text = "The request did not finish in time."
 
 
+class RequestIncomplete(ApiError):
+    status, number, code = 408, 3008, "request_incomplete"
+    text = "The request did not arrive in time."
+
+
 class BodyTooLarge(ApiError):
     status, number, code = 413, 3006, "request_too_large"
     text = "The request body is too large."
@@ -142,6 +147,21 @@ class EngineLost(ApiError):
 class StreamIncomplete(ApiError):
     status, number, code = 502, 7011, "stream_incomplete"
     text = "Part of the answer was lost on the way and could not be recovered."
+
+
+class GatewayLost(ApiError):
+    status, number, code = 502, 7014, "gateway_lost"
+    text = "The gateway went away while it worked on the request."
+
+
+class GatewayUnavailable(ApiError):
+    status, number, code = 503, 7013, "gateway_unavailable"
+    text = "No gateway is ready."
+
+
+class GatewaySilent(ApiError):
+    status, number, code = 504, 7015, "gateway_silent"
+    text = "The gateway did not answer in time."
 
 
 class EnginesUnavailable(ApiError):
