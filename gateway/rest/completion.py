@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from gateway.dispatch.driver import Call, Job
 from gateway.dispatch.generation import Generation
@@ -57,7 +57,7 @@ async def complete(
     default_max_tokens: int | None,
 ) -> Response:
     """The answer. Every error that can be known before the first token is raised, also when streaming."""
-    request_id = request_id_of(request.scope)
+    request_id, receive = request_id_of(request.scope), remembering(request.receive)
     async with AsyncExitStack() as stack:
         await services.holds.at("before_admission", request_id)
         stack.enter_context(services.capacity.slot())
@@ -85,7 +85,7 @@ async def complete(
         pieces = await stack.enter_async_context(aclosing(generation.pieces()))
         try:
             if ask.stream:
-                first = await until_disconnect(request.receive, _first(pieces))
+                first = await until_disconnect(receive, _first(pieces))
                 return TokenStream(
                     stack=stack.pop_all(),
                     pieces=pieces,
@@ -93,9 +93,9 @@ async def complete(
                     generation=generation,
                     dialect=dialect,
                     facts=facts,
-                    receive=request.receive,
+                    receive=receive,
                 )
-            text = await until_disconnect(request.receive, _joined(pieces))
+            text = await until_disconnect(receive, _joined(pieces))
         except ClientLeft:
             facts.update(ended="client_gone")
             return Response(status_code=499)
@@ -151,15 +151,28 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     leaving = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
-        # First of all: what `receive` has told once it need not tell again.
-        if leaving.done():
-            leaving.result()
-            raise ClientLeft
-        return working.result()
+        if working.done():
+            return working.result()
+        raise ClientLeft
     finally:
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+def remembering(receive: Receive) -> Receive:
+    """The same, but it tells for ever that the client is gone: who heard it first may have been busy."""
+    gone: list[Message] = []
+
+    async def receive_again() -> Message:
+        if gone:
+            return gone[0]
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            gone.append(message)
+        return message
+
+    return receive_again
 
 
 async def _disconnected(receive: Receive) -> None:
