@@ -21,7 +21,7 @@ from deploy.tracing import Process, ProcessTracing, start_tracing
 from gateway.config import GatewayConfig, GatewaySecrets, ModelFacts
 from gateway.errors import RETRY_AFTER_S
 from gateway.ingress import GatewayReplica
-from gateway.telemetry import Tracing
+from gateway.telemetry import Telemetry as GatewayTelemetry
 from workers.api import Phase
 from workers.pools.config import ReplicaConfig
 from workers.pools.decode import DecodeReplica
@@ -29,7 +29,7 @@ from workers.pools.prefill import PrefillReplica
 from workers.pools.replica import QUEUE_FACTOR, real_parts
 from workers.profile.schema import ModelProfile, dump_profile
 from workers.profile.vllm_args import Device, engine_environment
-from workers.telemetry import Spans
+from workers.telemetry import Telemetry
 
 APP_NAME: Final = "phasegate"
 PREFILL: Final = "Prefill"
@@ -76,8 +76,8 @@ class PrefillDeployment(PrefillReplica):
     async def __init__(self, config: ReplicaConfig, watch: Watch) -> None:  # type: ignore[misc]
         self._tracing = watch.begin("prefill")
         bind_internal_server(config.host)
-        spans = Spans(self._tracing.tracer)
-        super().__init__(config, real_parts(config, Phase.PREFILL, _replica_id(), spans))
+        telemetry = Telemetry(self._tracing.tracer)
+        super().__init__(config, real_parts(config, Phase.PREFILL, _replica_id(), telemetry))
         await self.start()
 
     async def __del__(self) -> None:
@@ -89,8 +89,8 @@ class DecodeDeployment(DecodeReplica):
     async def __init__(self, config: ReplicaConfig, watch: Watch) -> None:  # type: ignore[misc]
         self._tracing = watch.begin("decode")
         bind_internal_server(config.host)
-        spans = Spans(self._tracing.tracer)
-        super().__init__(config, real_parts(config, Phase.DECODE, _replica_id(), spans))
+        telemetry = Telemetry(self._tracing.tracer)
+        super().__init__(config, real_parts(config, Phase.DECODE, _replica_id(), telemetry))
         await self.start()
 
     async def __del__(self) -> None:
@@ -105,7 +105,7 @@ class GatewayDeployment(GatewayReplica):
         self._tracing = watch.begin("gateway")
         bind_internal_server(config.host)
         secrets = read_gateway_secrets(Path(secrets_file))
-        super().__init__(config, secrets, prefill, decode, Tracing(self._tracing.tracer))
+        super().__init__(config, secrets, prefill, decode, GatewayTelemetry(self._tracing.tracer))
         await self.start()
 
     def __serve_build_asgi_app__(self) -> Any:

@@ -37,7 +37,7 @@ def create_app(services: Services) -> Starlette:
         ],
         middleware=[
             Middleware(RequestId, proxy_labels=services.config.proxy_labels),
-            Middleware(Trace, tracing=services.tracing),
+            Middleware(Trace, telemetry=services.telemetry),
             Middleware(AccessLog),
             Middleware(Auth, resolve=services.keys.resolve),
             Middleware(BodyLimit, max_bytes=services.config.max_body_bytes),

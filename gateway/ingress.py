@@ -18,7 +18,7 @@ from gateway.dispatch.pools import EnginePool, ServePool
 from gateway.dispatch.summary import Summaries
 from gateway.prompt.render import Renderer, VllmRenderer
 from gateway.services import Capacity, ServedModel, Services
-from gateway.telemetry import Tracing
+from gateway.telemetry import Telemetry
 from gateway.tenants.store import TenantStore, wall_clock
 from kv_transfer.testing.holds import holds_in
 
@@ -33,13 +33,21 @@ class Gateway:
         pool: EnginePool,
         renderer: Renderer,
         store: TenantStore,
-        tracing: Tracing,
+        telemetry: Telemetry,
     ) -> None:
         self.id = secrets.token_hex(16)
         self._store = store
         self._summaries = Summaries()
-        self._fleet = Fleet(pool, gateway_id=self.id, silence_s=config.silence_s, now=time.monotonic)
+        self._metrics = telemetry.metrics
+        self._fleet = Fleet(
+            pool,
+            gateway_id=self.id,
+            silence_s=config.silence_s,
+            now=time.monotonic,
+            count_lost=self._metrics.lost,
+        )
         self._bus = BusReceiver(config.host, self._fleet.heard)
+        self._metrics.watch_bus(self._bus)
         self._capacity = Capacity(config.max_in_flight)
         self._watch: asyncio.Task[None] | None = None
         engines = driver.Services(
@@ -50,6 +58,7 @@ class Gateway:
             block_size=config.model.block_size,
             request_timeout_s=config.request_timeout_s,
             summaries=self._summaries,
+            metrics=self._metrics,
         )
         self.app = create_app(
             Services(
@@ -59,7 +68,7 @@ class Gateway:
                 capacity=self._capacity,
                 wall_clock=wall_clock,
                 holds=holds_in(config.holds),
-                tracing=tracing,
+                telemetry=telemetry,
             )
         )
 
@@ -90,6 +99,9 @@ class Gateway:
             "subscriptions": self._bus.subscribed,
         }
 
+    def metrics(self) -> tuple[str, bytes]:
+        return self.id, self._metrics.page(self._capacity.in_flight)
+
     def request_summary(self, request_id: str) -> dict[str, Any] | None:
         return self._summaries.get(request_id)
 
@@ -98,7 +110,7 @@ class GatewayReplica:
     """The gateway inside a Serve replica. `prefill` and `decode` are deployment handles."""
 
     def __init__(
-        self, config: GatewayConfig, secrets: GatewaySecrets, prefill: Any, decode: Any, tracing: Tracing
+        self, config: GatewayConfig, secrets: GatewaySecrets, prefill: Any, decode: Any, telemetry: Telemetry
     ) -> None:
         """Takes seconds: imports vLLM for its renderer."""
         self._gateway = Gateway(
@@ -106,7 +118,7 @@ class GatewayReplica:
             pool=ServePool(prefill, decode),
             renderer=VllmRenderer(config.model.model_dir, config.model.context_length),
             store=TenantStore.open(secrets.state_url, secrets.pepper),
-            tracing=tracing,
+            telemetry=telemetry,
         )
         self._starting: asyncio.Task[None] | None = None
 
@@ -130,6 +142,10 @@ class GatewayReplica:
         """Gauges: requests in flight, the places they hold in replicas, who listens on the bus."""
         await self.start()
         return self._gateway.status()
+
+    async def metrics(self) -> tuple[str, bytes]:
+        """(this gateway's id, its metrics in Prometheus' text form)."""
+        return self._gateway.metrics()
 
     async def request_summary(self, request_id: str) -> dict[str, Any] | None:
         """Figures of one of the last 1,024 finished requests: see `RequestSummary`. No text."""

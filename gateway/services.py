@@ -9,7 +9,7 @@ from gateway.config import GatewayConfig, ModelFacts
 from gateway.dispatch import driver
 from gateway.errors import RETRY_AFTER_S, OutOfCapacity
 from gateway.prompt.render import Renderer
-from gateway.telemetry import Tracing
+from gateway.telemetry import Telemetry
 from gateway.tenants.model import Tenant
 from kv_transfer.testing.holds import Holds, NoHolds
 
@@ -55,7 +55,7 @@ class Services:
     """Unix seconds, for `created`."""
     holds: Holds = field(default_factory=NoHolds)
     """Barriers on purpose, for tests."""
-    tracing: Tracing = field(default_factory=Tracing)
+    telemetry: Telemetry = field(default_factory=Telemetry)
 
     def model(self, name: str) -> ServedModel | None:
         """By id or alias."""

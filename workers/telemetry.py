@@ -17,6 +17,7 @@ from opentelemetry.trace import (
     Status,
     StatusCode,
     Tracer,
+    format_trace_id,
     get_current_span,
     set_span_in_context,
 )
@@ -24,6 +25,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from kv_transfer.api import HandoffOutcome, HandoffReport, request_fields
 from workers.api import FaultKind
+from workers.metrics import ReplicaMetrics
 
 Value = str | int | float | bool
 
@@ -32,10 +34,10 @@ _HEADER: Final = "traceparent"
 
 
 class Work:
-    """The span of one call. Every method costs next to nothing when the request is not sampled."""
+    """One call: its span and its part in the metrics. Costs next to nothing when it is not sampled."""
 
-    def __init__(self, spans: "Spans", span: Span, traceparent: str) -> None:
-        self._spans = spans
+    def __init__(self, telemetry: "Telemetry", span: Span, traceparent: str) -> None:
+        self._telemetry = telemetry
         self._span = span
         self.traceparent = traceparent
         """Context of this work, for what it asks of others; empty when nobody traces."""
@@ -49,18 +51,22 @@ class Work:
         self._span.add_event(name)
 
     def fail(self, fault: FaultKind) -> None:
+        self._telemetry.metrics.fault(fault)
         if self._span.is_recording():
             self._span.set_attribute("phasegate.fault", fault.value)
             self._span.set_status(Status(StatusCode.ERROR, fault.value))
 
     def transfer(self, report: HandoffReport | None) -> None:
         """The transfer that the engine reports, as a child with the engine's own times."""
-        if report is not None and self._span.is_recording():
-            self._spans.transfer(self._span, report)
+        if report is None:
+            return
+        self._telemetry.metrics.transfer(report)
+        if self._span.is_recording():
+            self._telemetry.transfer_span(self._span, report)
 
 
-class Spans:
-    """Makes the spans of one replica."""
+class Telemetry:
+    """Spans and metrics of one replica."""
 
     def __init__(
         self,
@@ -78,36 +84,34 @@ class Spans:
         self._tracer = tracer if tracer is not None else NoOpTracer()
         self._now = now
         self._wall_ns = wall_ns
+        self.metrics = ReplicaMetrics()
 
     @contextmanager
     def work(self, name: str, request_id: str, traceparent: str, **attributes: Value) -> Iterator[Work]:
-        """The span of a call, from here to the end of the block, under the gateway's.
+        """A call, from here to the end of the block, under the gateway's span.
 
         Log lines of the block carry the request's id and its trace's. A block that is cancelled leaves a
         span that says so; its other exceptions pass unrecorded, since their text may hold anything.
         """
-        parent = _parent(traceparent)
-        if parent is None:
-            with request_fields(request_id):
-                yield Work(self, INVALID_SPAN, "")
-            return
-        with request_fields(request_id, _trace_id(traceparent)):
-            span: Span = get_current_span(parent)
-            if not span.get_span_context().trace_flags.sampled:
-                yield Work(self, INVALID_SPAN, traceparent)
-                return
+        parent, trace_id = _parent(traceparent)
+        work = Work(self, INVALID_SPAN, traceparent if trace_id else "")
+        span: Span = INVALID_SPAN
+        if get_current_span(parent).get_span_context().trace_flags.sampled:
             names = _named({"request_id": request_id, **attributes})
             span = self._tracer.start_span(name, parent, SpanKind.SERVER, names)
-            done = False
-            try:
-                yield Work(self, span, _header(span) or traceparent)
-                done = True
-            finally:
-                if not done:
-                    span.set_attribute("phasegate.cancelled", True)
-                span.end()
+            work = Work(self, span, _header(span) or traceparent)
+        started, done = self._now(), False
+        try:
+            with request_fields(request_id, trace_id):
+                yield work
+            done = True
+        finally:
+            self.metrics.called(self._now() - started, cancelled=not done)
+            if not done:
+                span.set_attribute("phasegate.cancelled", True)
+            span.end()
 
-    def transfer(self, parent: Span, report: HandoffReport) -> None:
+    def transfer_span(self, parent: Span, report: HandoffReport) -> None:
         """A transfer that is over. Without its times there is nothing to show but its outcome."""
         end_ns = self._wall_ns()
         start_ns = end_ns
@@ -134,16 +138,11 @@ class Spans:
         span.end(end_ns)
 
 
-def _parent(traceparent: str) -> Context | None:
-    """None when there is no valid one."""
-    if not traceparent:
-        return None
+def _parent(traceparent: str) -> tuple[Context, str]:
+    """The context, and its trace's id in hex; empty where there is none, or what there is is not one."""
     context = _W3C.extract({_HEADER: traceparent}, Context())
-    return context if get_current_span(context).get_span_context().is_valid else None
-
-
-def _trace_id(traceparent: str) -> str:
-    return traceparent.split("-")[1]
+    parent = get_current_span(context).get_span_context()
+    return context, format_trace_id(parent.trace_id) if parent.is_valid else ""
 
 
 def _header(span: Span) -> str:

@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -15,9 +15,10 @@ from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.pools import EnginePool
 from gateway.dispatch.summary import RequestSummary, Summaries
 from gateway.errors import RETRY_AFTER_S, ApiError, EnginesUnavailable, StreamIncomplete, for_fault
+from gateway.metrics import GatewayMetrics, Stage
 from gateway.routing.policy import choose
 from gateway.routing.snapshot import Ask
-from gateway.telemetry import RequestTrace, Stage, untraced
+from gateway.telemetry import RequestTrace
 from workers.api import (
     DecodeRequest,
     DecodeResult,
@@ -50,7 +51,7 @@ class Job:
     cache_salt: str
     sampling: Sampling
     stop_token_ids: tuple[int, ...]
-    trace: RequestTrace = field(default_factory=untraced)
+    trace: RequestTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,7 @@ class Services:
     block_size: int
     request_timeout_s: float
     summaries: Summaries
+    metrics: GatewayMetrics
     settle_s: float = SETTLE_S
     now: Callable[[], float] = time.monotonic
 
@@ -148,12 +150,12 @@ class Call:
                     case flow.Emit():
                         if self._first_at is None:
                             self._first_at = self._s.now()
-                            self._trace.enter(Stage.LAST_TOKEN)
+                        self._trace.delivered()
                         self.billed_tokens += len(action.token_ids)
                         yield action.token_ids
                     case flow.Finish():
                         self.result, self._status = action.result, "finished"
-                        self._trace.enter(None)
+                        self._trace.complete()
                         return
                     case flow.Fail():
                         error = self._failure(action.fault)
@@ -166,7 +168,7 @@ class Call:
         """A stop string is complete: ends both calls. The last `unused_tokens` came after it, unbilled."""
         self.billed_tokens -= unused_tokens
         self._status = "finished"
-        self._trace.enter(None)
+        self._trace.complete()
         self._advance(flow.StopFound())
 
     @property
@@ -228,6 +230,7 @@ class Call:
                 case flow.Refetch():
                     log.info("request.refetch request_id=%s", self._job.request_id)
                     self._refetches += 1
+                    self._s.metrics.bus_gaps.inc()
                     self._refetch = asyncio.create_task(self._run_refetch(action))
                 case _:
                     pass  # Emit, Finish, Fail and Abandon are for the reader of `tokens`
@@ -296,6 +299,7 @@ class Call:
         self._tell(event)
 
     def _log_fault(self, phase: Phase, fault: WorkerFault) -> None:
+        self._s.metrics.fault(phase, fault.kind)
         log.warning(
             "request.fault request_id=%s phase=%s fault=%s detail=%s",
             *(self._job.request_id, phase, fault.kind, fault.detail),

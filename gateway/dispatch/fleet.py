@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from gateway.dispatch.pools import EnginePool
+from gateway.metrics import LostReplica
 from gateway.routing.snapshot import Candidate
 from workers.api import Frame, Gauges, Phase, ReplicaInfo, WorkerFault
 
@@ -40,12 +41,14 @@ class Fleet:
         gateway_id: str,
         silence_s: float,
         now: Callable[[], float],
+        count_lost: Callable[[LostReplica], None] = lambda _: None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._pool = pool
         self._gateway_id = gateway_id
         self._silence_s = silence_s
         self._now = now
+        self._count_lost = count_lost
         self._sleep = sleep
         self._members: dict[str, Member] = {}
         self._by_engine: dict[str, Member] = {}
@@ -121,7 +124,7 @@ class Fleet:
         for replica_id in self._members.keys() - seen:
             member = self._members.pop(replica_id)
             self._by_engine.pop(member.info.engine_id, None)
-            self._lose(replica_id, member, "removed")
+            self._lose(replica_id, member, LostReplica.REMOVED)
 
     async def _attach(self, phase: Phase, replica_id: str, bus_address: str) -> None:
         try:
@@ -147,9 +150,10 @@ class Fleet:
         for replica_id, member in self._members.items():
             if not member.silent and self._now() - member.heard_at > self._silence_s:
                 member.silent = True
-                self._lose(replica_id, member, "silent")
+                self._lose(replica_id, member, LostReplica.SILENT)
 
-    def _lose(self, replica_id: str, member: Member, why: str) -> None:
+    def _lose(self, replica_id: str, member: Member, why: LostReplica) -> None:
+        self._count_lost(why)
         log.warning("engine.lost replica=%s why=%s requests=%d", replica_id, why, len(member.on_lost))
         lost, member.on_lost = member.on_lost, {}
         for tell in lost.values():

@@ -1,16 +1,12 @@
 """One trace for each request, and its ids on every log line of it."""
 
-from typing import Any, Final
-
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.middleware.access_log import QUIET, facts_of
 from gateway.middleware.request_id import label_of, request_id_of
-from gateway.telemetry import RequestTrace, Tracing
+from gateway.telemetry import RequestTrace, Telemetry
 from kv_transfer.api import request_fields
-
-_FACTS: Final = ("model", "stream", "prompt_tokens", "cached_tokens", "output_tokens", "status")
 
 
 def trace_of(scope: Scope) -> RequestTrace:
@@ -21,16 +17,16 @@ def trace_of(scope: Scope) -> RequestTrace:
 class Trace:
     """Puts the trace at `scope["state"]["trace"]`. The one outside it has minted the request's id."""
 
-    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+    def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:
         self.app = app
-        self._tracing = tracing
+        self._telemetry = telemetry
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in QUIET:
             await self.app(scope, receive, send)
             return
         given = Headers(scope=scope).getlist("traceparent")
-        trace = self._tracing.request(
+        trace = self._telemetry.request(
             request_id_of(scope), label_of(scope), given[0] if len(given) == 1 else None
         )
         scope["state"]["trace"] = trace
@@ -38,7 +34,4 @@ class Trace:
             try:
                 await self.app(scope, receive, send)
             finally:
-                facts: dict[str, Any] = facts_of(scope)
-                trace.finish(
-                    {name: facts.get(name) for name in _FACTS}, facts.get("error") or facts.get("ended")
-                )
+                trace.finish(facts_of(scope))

@@ -14,6 +14,7 @@ from starlette.types import Message, Receive, Scope, Send
 from gateway.dispatch.driver import Call, Job
 from gateway.dispatch.generation import Generation
 from gateway.errors import ApiError, ContextOverflow, InternalError
+from gateway.metrics import Stage
 from gateway.middleware.access_log import facts_of
 from gateway.middleware.request_id import label_of, request_id_of
 from gateway.middleware.tracing import trace_of
@@ -21,7 +22,6 @@ from gateway.prompt.render import Renderer
 from gateway.prompt.schema import Ask, bad_input
 from gateway.rest import problem, sse
 from gateway.services import ServedModel, Services
-from gateway.telemetry import Stage
 from gateway.tenants.model import Tenant, combined_salt
 
 log = logging.getLogger(__name__)

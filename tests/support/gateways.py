@@ -16,7 +16,7 @@ from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.summary import Summaries
 from gateway.errors import StateUnavailable
 from gateway.services import Capacity, ServedModel, Services
-from gateway.telemetry import Tracing
+from gateway.telemetry import Telemetry
 from gateway.tenants.model import Account, KeyRecord, Tenant
 from tests.support.engine_pool import FakePool, Script
 from tests.support.renderer import ByteRenderer
@@ -79,9 +79,10 @@ async def running_gateway(
     max_in_flight: int = 8,
     request_timeout_s: float = 10.0,
     max_body_bytes: int = 100_000,
-    tracing: Tracing | None = None,
+    telemetry: Telemetry | None = None,
 ) -> AsyncIterator[TestGateway]:
     """Afterwards nothing may be left over: no call, no subscription, no slot."""
+    telemetry = telemetry if telemetry is not None else Telemetry()
     pool, clock = FakePool(script), ManualClock()
     fleet = Fleet(pool, gateway_id="g1", silence_s=10.0, now=clock.now, sleep=_never)
     bus = BusReceiver("127.0.0.1", fleet.heard)
@@ -94,6 +95,7 @@ async def running_gateway(
         block_size=16,
         request_timeout_s=request_timeout_s,
         summaries=Summaries(),
+        metrics=telemetry.metrics,
         settle_s=0.02,
     )
     facts = ModelFacts(id=MODEL, aliases=("small",), model_dir="", context_length=200, block_size=16)
@@ -110,7 +112,7 @@ async def running_gateway(
             models=models,
             capacity=capacity,
             wall_clock=lambda: 1.7e9,
-            tracing=tracing if tracing is not None else Tracing(),
+            telemetry=telemetry,
         )
     )
     if attach:

@@ -11,7 +11,7 @@ from workers.pools.config import ReplicaConfig
 from workers.pools.decode import DecodeReplica
 from workers.pools.prefill import PrefillReplica
 from workers.pools.replica import Parts
-from workers.telemetry import Spans
+from workers.telemetry import Telemetry
 
 PROFILE: dict[str, Any] = {
     "name": "tiny",
@@ -127,7 +127,7 @@ class Bench:
     config: ReplicaConfig = field(
         default_factory=lambda: ReplicaConfig(profile=PROFILE, model_dir="/models/tiny")
     )
-    spans: Spans = field(default_factory=Spans)
+    telemetry: Telemetry = field(default_factory=Telemetry)
 
     def parts(self, engine_id: str) -> Parts:
         return Parts(
@@ -138,7 +138,7 @@ class Bench:
             open_sink=self.board.open,
             now=self.clock.now,
             sleep=self.clock.sleep,
-            spans=self.spans,
+            telemetry=self.telemetry,
         )
 
     async def decode_replica(self) -> DecodeReplica:

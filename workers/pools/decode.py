@@ -39,7 +39,7 @@ class DecodeReplica(Replica):
         refused = self._enter()
         if refused is not None:
             return refused
-        with self._parts.spans.work(
+        with self._parts.telemetry.work(
             "decode", request.request_id, request.traceparent, attempt=request.attempt
         ) as work:
             return await self._decode(request, work)

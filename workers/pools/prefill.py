@@ -16,7 +16,7 @@ class PrefillReplica(Replica):
         refused = self._enter()
         if refused is not None:
             return refused
-        with self._parts.spans.work(
+        with self._parts.telemetry.work(
             "prefill", request.request_id, request.traceparent, prompt_tokens=len(request.token_ids)
         ) as work:
             return await self._prefill(request, work)

@@ -20,7 +20,7 @@ from workers.pools.config import ReplicaConfig
 from workers.pools.lifecycle import Intake, Refusal, Stage
 from workers.pools.places import Places
 from workers.pools.registry import PeerRegistry, RayRegistry
-from workers.telemetry import Spans, Work
+from workers.telemetry import Telemetry, Work
 
 HEARTBEAT_S: Final = 0.5
 SILENCE_S: Final = 5.0
@@ -51,10 +51,10 @@ class Parts:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     holds: Holds = field(default_factory=NoHolds)
     """Barriers on purpose, for tests."""
-    spans: Spans = field(default_factory=Spans)
+    telemetry: Telemetry = field(default_factory=Telemetry)
 
 
-def real_parts(config: ReplicaConfig, phase: Phase, replica_id: str, spans: Spans) -> Parts:
+def real_parts(config: ReplicaConfig, phase: Phase, replica_id: str, telemetry: Telemetry) -> Parts:
     """The profile's engine, ZeroMQ and Ray's key-value store."""
     engine_id = secrets.token_hex(16)
     return Parts(
@@ -64,7 +64,7 @@ def real_parts(config: ReplicaConfig, phase: Phase, replica_id: str, spans: Span
         registry=RayRegistry(),
         open_sink=ZmqSink,
         holds=holds_in(config.holds()),
-        spans=spans,
+        telemetry=telemetry,
     )
 
 
@@ -177,6 +177,15 @@ class Replica:
             inside=self._intake.inside,
         )
 
+    async def metrics(self, *, to: str | None = None) -> bytes:
+        """This replica's metrics in Prometheus' text form."""
+        gauges: EngineGauges | None = None
+        with contextlib.suppress(EngineFault):
+            gauges = await self._engine.gauges()
+        return self._parts.telemetry.metrics.page(
+            gauges, bus_queue=self._bus.bus_queue, bus_dropped=self._bus.dropped_items
+        )
+
     async def check_health(self) -> None:
         """Serve asks now and then, and replaces the replica when this keeps raising.
 
@@ -198,6 +207,7 @@ class Replica:
         """A fault when the request is refused. Otherwise the caller owes a `_leave`."""
         refusal = self._intake.enter()
         if refusal is not None:
+            self._parts.telemetry.metrics.fault(_FAULT_OF[refusal])
             return WorkerFault(kind=_FAULT_OF[refusal], detail=f"the replica is {refusal}")
         self._idle.clear()
         return None

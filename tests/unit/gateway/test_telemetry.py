@@ -7,7 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from gateway.telemetry import Stage, Tracing
+from gateway.metrics import Stage
+from gateway.telemetry import Telemetry
 from tests.support.asgi import Exchange
 from tests.support.engine_pool import Script
 from tests.support.gateways import AUTH, CHAT, KEY, MODEL, RUN, running_gateway
@@ -30,7 +31,7 @@ def book() -> SpanBook:
 async def test_stages_follow_each_other_without_a_gap_under_the_clients_trace(
     book: SpanBook, stream: bool
 ) -> None:
-    async with running_gateway(tracing=Tracing(book.tracer)) as gateway:
+    async with running_gateway(telemetry=Telemetry(book.tracer)) as gateway:
         answer = await gateway.client.post(
             RUN, json=ASK | {"stream": stream}, headers=AUTH | SAMPLED | {"x-request-id": "mine"}
         )
@@ -61,7 +62,7 @@ async def test_stages_follow_each_other_without_a_gap_under_the_clients_trace(
 
 
 async def test_both_engines_are_told_the_root_as_their_parent(book: SpanBook) -> None:
-    async with running_gateway(tracing=Tracing(book.tracer)) as gateway:
+    async with running_gateway(telemetry=Telemetry(book.tracer)) as gateway:
         await gateway.client.post(RUN, json=ASK, headers=AUTH | SAMPLED)
 
         expected = f"00-{TRACE}-{span_id(book['request'])}-01"
@@ -81,7 +82,7 @@ async def test_both_engines_are_told_the_root_as_their_parent(book: SpanBook) ->
     ],
 )
 async def test_a_traceparent_that_is_not_one_is_ignored(book: SpanBook, given: str) -> None:
-    async with running_gateway(tracing=Tracing(book.tracer)) as gateway:
+    async with running_gateway(telemetry=Telemetry(book.tracer)) as gateway:
         answer = await gateway.client.post(RUN, json=ASK, headers=AUTH | {"traceparent": given})
 
     assert answer.status_code == 200
@@ -91,14 +92,14 @@ async def test_a_traceparent_that_is_not_one_is_ignored(book: SpanBook, given: s
 
 async def test_of_two_traceparents_neither_counts(book: SpanBook) -> None:
     two = [("traceparent", SAMPLED["traceparent"]), ("traceparent", f"00-{'ee' * 16}-{PARENT}-01")]
-    async with running_gateway(tracing=Tracing(book.tracer)) as gateway:
+    async with running_gateway(telemetry=Telemetry(book.tracer)) as gateway:
         await gateway.client.post(RUN, json=ASK, headers=[*AUTH.items(), *two])
 
     assert parent_id(book["request"]) == ""
 
 
 async def test_a_tracestate_goes_no_further(book: SpanBook) -> None:
-    async with running_gateway(tracing=Tracing(book.tracer)) as gateway:
+    async with running_gateway(telemetry=Telemetry(book.tracer)) as gateway:
         headers = AUTH | SAMPLED | {"tracestate": f"vendor={SENTINEL}"}
         await gateway.client.post(RUN, json=ASK, headers=headers)
 
@@ -107,7 +108,7 @@ async def test_a_tracestate_goes_no_further(book: SpanBook) -> None:
 
 async def test_a_request_that_its_client_does_not_sample_makes_no_span_and_keeps_its_trace() -> None:
     book = SpanBook()
-    async with running_gateway(tracing=Tracing(book.tracer)) as gateway:
+    async with running_gateway(telemetry=Telemetry(book.tracer)) as gateway:
         await gateway.client.post(RUN, json=ASK, headers=AUTH | UNSAMPLED | {"x-request-id": "mine"})
         summary = gateway.summaries.get("mine")
         told = gateway.pool.decodes[0].traceparent
@@ -120,7 +121,7 @@ async def test_a_request_that_its_client_does_not_sample_makes_no_span_and_keeps
 
 async def test_at_ratio_zero_only_what_its_client_samples_is_traced() -> None:
     book = SpanBook(sample_ratio=0.0)
-    async with running_gateway(tracing=Tracing(book.tracer)) as gateway:
+    async with running_gateway(telemetry=Telemetry(book.tracer)) as gateway:
         await gateway.client.post(RUN, json=ASK, headers=AUTH)
         assert book.spans == []
         await gateway.client.post(RUN, json=ASK, headers=AUTH | SAMPLED)
@@ -144,7 +145,7 @@ async def test_at_ratio_zero_only_what_its_client_samples_is_traced() -> None:
 async def test_a_refused_request_ends_in_its_stage_with_the_errors_word(
     book: SpanBook, body: object, headers: dict[str, str], word: str, stages: list[str]
 ) -> None:
-    async with running_gateway(tracing=Tracing(book.tracer)) as gateway:
+    async with running_gateway(telemetry=Telemetry(book.tracer)) as gateway:
         answer = await gateway.client.post(RUN, json=body, headers=headers)
 
     assert answer.status_code >= 400
@@ -155,7 +156,7 @@ async def test_a_refused_request_ends_in_its_stage_with_the_errors_word(
 
 async def test_a_client_that_leaves_a_stream_ends_the_trace_in_its_stage(book: SpanBook) -> None:
     script = Script(hold_at=1)
-    async with running_gateway(script, tracing=Tracing(book.tracer)) as gateway:
+    async with running_gateway(script, telemetry=Telemetry(book.tracer)) as gateway:
         exchange = Exchange(gateway.app, RUN, ASK | {"stream": True}, AUTH)
         await exchange.message()
         await exchange.message()
@@ -167,7 +168,7 @@ async def test_a_client_that_leaves_a_stream_ends_the_trace_in_its_stage(book: S
 
 
 async def test_health_checks_are_not_traced(book: SpanBook) -> None:
-    async with running_gateway(tracing=Tracing(book.tracer)) as gateway:
+    async with running_gateway(telemetry=Telemetry(book.tracer)) as gateway:
         await gateway.client.get("/healthz")
 
     assert book.spans == []
@@ -175,7 +176,7 @@ async def test_health_checks_are_not_traced(book: SpanBook) -> None:
 
 async def test_nothing_of_the_prompt_the_answer_or_the_key_is_in_a_span(book: SpanBook) -> None:
     script = Script(answer=f"about {SENTINEL}")
-    async with running_gateway(script, tracing=Tracing(book.tracer)) as gateway:
+    async with running_gateway(script, telemetry=Telemetry(book.tracer)) as gateway:
         for body in (ASK, ASK | {"stream": True}, ASK | {"stop": [SENTINEL]}, {"prompt": 1, SENTINEL: 2}):
             await gateway.client.post(RUN, json=body, headers=AUTH)
             await gateway.client.post(CHAT, json=body | {"model": MODEL}, headers=AUTH)
@@ -205,7 +206,7 @@ async def test_log_lines_of_a_request_carry_its_ids(book: SpanBook) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        async with running_gateway(Script(lose={1}), tracing=Tracing(book.tracer)) as gateway:
+        async with running_gateway(Script(lose={1}), telemetry=Telemetry(book.tracer)) as gateway:
             await gateway.client.post(RUN, json=ASK, headers=AUTH | SAMPLED | {"x-request-id": "mine"})
             summary = gateway.summaries.get("mine")
     finally:

@@ -7,7 +7,7 @@ from tests.support.replicas import Bench, a_decode, a_prefill
 from tests.support.spans import SpanBook, parent_id, span_id, trace_id
 from workers.api import DecodeResult, FaultKind, PrefillResult
 from workers.engine.base import EngineFault
-from workers.telemetry import Spans
+from workers.telemetry import Telemetry
 
 TRACE, PARENT = "ab" * 16, "cd" * 8
 SAMPLED = f"00-{TRACE}-{PARENT}-01"
@@ -22,7 +22,7 @@ def book() -> SpanBook:
 @pytest.fixture
 def bench(book: SpanBook) -> Bench:
     bench = Bench()
-    bench.spans = Spans(book.tracer, now=bench.clock.now, wall_ns=lambda: 5_000_000_000)
+    bench.telemetry = Telemetry(book.tracer, now=bench.clock.now, wall_ns=lambda: 5_000_000_000)
     return bench
 
 

@@ -1,0 +1,97 @@
+"""What an engine replica counts."""
+
+import asyncio
+import math
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kv_transfer.api import HandoffOutcome, HandoffReport, TransferCause
+from tests.support.replicas import Bench, RecordedSink, SinkBoard, a_decode, a_prefill
+from workers.api import FaultKind
+from workers.engine.base import EngineFault
+from workers.pools.replica import Replica
+
+
+async def value(replica: Replica, name: str, **labels: str) -> float:
+    for family in text_string_to_metric_families((await replica.metrics()).decode()):
+        for sample in family.samples:
+            if sample.name == name and labels.items() <= sample.labels.items():
+                return sample.value
+    raise AssertionError(f"no {name} {labels}")
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+async def test_gauges_are_the_engines_own(bench: Bench) -> None:
+    replica = await bench.decode_replica()
+
+    assert await value(replica, "phasegate_cache_pages") == 64
+    assert await value(replica, "phasegate_cache_pages_free") == 60
+    assert await value(replica, "phasegate_engine_requests", state="running") == 0
+    bench.engine.silent = True
+    assert math.isnan(await value(replica, "phasegate_cache_pages_free"))
+    await replica.stop()
+
+
+async def test_a_transfer_counts_with_its_bytes_pages_and_seconds(bench: Bench) -> None:
+    bench.engine.handoff = HandoffReport(outcome=HandoffOutcome.SHIPPED, pages=3, wire_bytes=96, seconds=0.5)
+    replica = await bench.decode_replica()
+    await replica.decode(a_decode())
+
+    assert await value(replica, "phasegate_transfers_total", outcome="shipped", cause="") == 1
+    assert await value(replica, "phasegate_transfer_bytes_total") == 96
+    assert await value(replica, "phasegate_transfer_pages_total") == 3
+    assert await value(replica, "phasegate_transfer_seconds_sum") == 0.5
+    assert await value(replica, "phasegate_engine_call_seconds_count") == 1
+    await replica.stop()
+
+
+async def test_a_failed_transfer_counts_by_its_cause_and_has_no_duration(bench: Bench) -> None:
+    bench.engine.handoff = HandoffReport(
+        outcome=HandoffOutcome.RECOMPUTED, cause=TransferCause.DEADLINE, seconds=60
+    )
+    replica = await bench.decode_replica()
+    await replica.decode(a_decode())
+
+    assert await value(replica, "phasegate_transfers_total", outcome="recomputed", cause="deadline") == 1
+    assert await value(replica, "phasegate_transfer_seconds_count") == 0
+    await replica.stop()
+
+
+async def test_faults_and_refusals_count_by_kind(bench: Bench) -> None:
+    bench.engine.fail_with = EngineFault(FaultKind.INTERNAL, "x")
+    replica = await bench.prefill_replica()
+    await replica.prefill(a_prefill())
+    await replica.stop()
+    await replica.prefill(a_prefill())
+
+    assert await value(replica, "phasegate_engine_faults_total", fault="internal") == 1
+    assert await value(replica, "phasegate_engine_faults_total", fault="draining") == 1
+
+
+async def test_a_cancelled_call_counts_as_such(bench: Bench) -> None:
+    bench.engine.hang_after = 0
+    replica = await bench.decode_replica()
+    call = asyncio.create_task(replica.decode(a_decode()))
+    await bench.engine.reached.wait()
+    call.cancel()
+    await asyncio.wait([call])
+
+    assert await value(replica, "phasegate_engine_calls_cancelled_total") == 1
+    assert await value(replica, "phasegate_engine_faults_total", fault="internal") == 0
+    await replica.stop()
+
+
+async def test_items_that_the_bus_dropped_are_counted_once_however_often_one_looks() -> None:
+    bench = Bench(board=SinkBoard(**{"tcp://g1": RecordedSink(room=0)}))
+    replica = await bench.decode_replica()
+    await replica.decode(a_decode())
+
+    assert await value(replica, "phasegate_bus_items_dropped_total") == 3
+    assert await value(replica, "phasegate_bus_items_dropped_total") == 3
+    assert await value(replica, "phasegate_bus_items_queued") == 0
+    await replica.stop()
