@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deploy.cluster_environment import SERVE_ENVIRONMENT
 from deploy.config import SystemConfig, TracingConfig
 from deploy.logs import log_to_file
+from deploy.membership import of_this_system
 from deploy.serve_listener import bind_internal_server
 from deploy.state import read_private
 from deploy.tracing import Process, ProcessTracing, start_tracing
@@ -77,7 +78,9 @@ class PrefillDeployment(PrefillReplica):
         self._tracing = watch.begin("prefill")
         bind_internal_server(config.host)
         telemetry = Telemetry(self._tracing.tracer)
-        super().__init__(config, real_parts(config, Phase.PREFILL, _replica_id(), telemetry))
+        super().__init__(
+            config, real_parts(config, Phase.PREFILL, _replica_id(), telemetry, of_this_system())
+        )
         await self.start()
 
     async def __del__(self) -> None:
@@ -90,7 +93,7 @@ class DecodeDeployment(DecodeReplica):
         self._tracing = watch.begin("decode")
         bind_internal_server(config.host)
         telemetry = Telemetry(self._tracing.tracer)
-        super().__init__(config, real_parts(config, Phase.DECODE, _replica_id(), telemetry))
+        super().__init__(config, real_parts(config, Phase.DECODE, _replica_id(), telemetry, of_this_system()))
         await self.start()
 
     async def __del__(self) -> None:
@@ -105,7 +108,8 @@ class GatewayDeployment(GatewayReplica):
         self._tracing = watch.begin("gateway")
         bind_internal_server(config.host)
         secrets = read_gateway_secrets(Path(secrets_file))
-        super().__init__(config, secrets, prefill, decode, GatewayTelemetry(self._tracing.tracer))
+        telemetry = GatewayTelemetry(self._tracing.tracer)
+        super().__init__(config, secrets, prefill, decode, membership=of_this_system(), telemetry=telemetry)
         await self.start()
 
     def __serve_build_asgi_app__(self) -> Any:

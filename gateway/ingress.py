@@ -20,6 +20,7 @@ from gateway.prompt.render import Renderer, VllmRenderer
 from gateway.services import Capacity, ServedModel, Services
 from gateway.telemetry import Telemetry
 from gateway.tenants.store import TenantStore, wall_clock
+from kv_transfer.api import Membership
 from kv_transfer.testing.holds import holds_in
 
 
@@ -34,6 +35,7 @@ class Gateway:
         renderer: Renderer,
         store: TenantStore,
         telemetry: Telemetry,
+        membership: Membership,
     ) -> None:
         self.id = secrets.token_hex(16)
         self._store = store
@@ -46,7 +48,7 @@ class Gateway:
             now=time.monotonic,
             count_lost=self._metrics.lost,
         )
-        self._bus = BusReceiver(config.host, self._fleet.heard)
+        self._bus = BusReceiver(config.host, self._fleet.heard, membership)
         self._metrics.watch_bus(self._bus)
         self._capacity = Capacity(config.max_in_flight)
         self._watch: asyncio.Task[None] | None = None
@@ -110,7 +112,14 @@ class GatewayReplica:
     """The gateway inside a Serve replica. `prefill` and `decode` are deployment handles."""
 
     def __init__(
-        self, config: GatewayConfig, secrets: GatewaySecrets, prefill: Any, decode: Any, telemetry: Telemetry
+        self,
+        config: GatewayConfig,
+        secrets: GatewaySecrets,
+        prefill: Any,
+        decode: Any,
+        *,
+        membership: Membership,
+        telemetry: Telemetry,
     ) -> None:
         """Takes seconds: imports vLLM for its renderer."""
         self._gateway = Gateway(
@@ -119,6 +128,7 @@ class GatewayReplica:
             renderer=VllmRenderer(config.model.model_dir, config.model.context_length),
             store=TenantStore.open(secrets.state_url, secrets.pepper),
             telemetry=telemetry,
+            membership=membership,
         )
         self._starting: asyncio.Task[None] | None = None
 

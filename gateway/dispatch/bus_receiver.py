@@ -10,6 +10,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from kv_transfer.api import Gate, Membership
 from workers.api import BUS_VERSION, Frame, Item
 from workers.api.bus import decode
 
@@ -26,8 +27,10 @@ class BusReceiver:
     ignored: it must not end the streams of other engines.
     """
 
-    def __init__(self, host: str, on_frame: Callable[[Frame], None]) -> None:
+    def __init__(self, host: str, on_frame: Callable[[Frame], None], membership: Membership) -> None:
         self._host = host
+        self._membership = membership
+        self._gate: Gate | None = None
         self._on_frame = on_frame
         self._takers: dict[str, Callable[[Item], None]] = {}
         self._task: asyncio.Task[None] | None = None
@@ -36,6 +39,8 @@ class BusReceiver:
         """Where engines connect; empty before `start`."""
         self.malformed = 0
         self.unclaimed = 0
+        self.refused = 0
+        """Clients that did not know the membership key."""
 
     def start(self) -> None:
         """Bind to a random port and receive until `close`. Needs a running event loop."""
@@ -44,6 +49,8 @@ class BusReceiver:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, 10_000)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self._gate = self._membership.gate(self._context, self._on_refused)
+        self._membership.server(socket)
         port = socket.bind_to_random_port(f"tcp://{self._host}")
         self.address = f"tcp://{self._host}:{port}"
         self._task = asyncio.create_task(self._receive(socket), name="token-bus")
@@ -53,6 +60,8 @@ class BusReceiver:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
+        if self._gate is not None:
+            self._gate.stop()
         if self._context is not None:
             self._context.destroy(linger=0)
 
@@ -62,6 +71,9 @@ class BusReceiver:
 
     def unsubscribe(self, request_id: str) -> None:
         self._takers.pop(request_id, None)
+
+    def _on_refused(self) -> None:
+        self.refused += 1
 
     @property
     def subscribed(self) -> int:

@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -38,6 +38,7 @@ T = TypeVar("T")
 SETTLE_S: Final = 0.25
 """Seconds that bus frames may lag behind the control call before tokens are asked for again."""
 REFETCH_TIMEOUT_S: Final = 5.0
+RELEASE_TIMEOUT_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,14 @@ class Services:
     metrics: GatewayMetrics
     settle_s: float = SETTLE_S
     now: Callable[[], float] = time.monotonic
+    _aside: set[asyncio.Task[None]] = field(default_factory=set, repr=False)
+
+    def aside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run this to its end, whoever else goes on or is cancelled meanwhile."""
+        task = asyncio.create_task(work)
+        self._aside.add(task)
+        task.add_done_callback(self._aside.discard)
+        return task
 
 
 class Call:
@@ -138,6 +147,9 @@ class Call:
         self._s.fleet.leave(self._decode_replica, self._job.request_id)
         self._s.summaries.add(self._summary())
         running = [task for task in (*self._tasks.values(), self._refetch) if task is not None]
+        if self._prefill_replica and self._first_at is None:
+            # Decode may never have asked for the pages: then nobody but us knows that nobody will.
+            running.append(self._s.aside(self._release(self._prefill_replica)))
         if running:
             # They were cancelled or have returned; waiting makes this call their owner to the end.
             await asyncio.wait(running, timeout=1.0)
@@ -282,6 +294,15 @@ class Call:
             self._tell(flow.DecodeFailed(action.attempt, answer.kind))
         else:
             self._tell(flow.DecodeReturned(action.attempt, answer))
+
+    async def _release(self, replica_id: str) -> None:
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                answer = await self._s.pool.release(replica_id, self._transfer_id)
+        except TimeoutError:
+            answer = WorkerFault(kind=FaultKind.DEADLINE)
+        if answer is not None:
+            self._log_fault(Phase.PREFILL, answer)
 
     async def _run_refetch(self, action: flow.Refetch) -> None:
         event: flow.Event = flow.RefetchFailed(action.attempt)

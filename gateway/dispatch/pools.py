@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from gateway.routing import replica_table
 from workers.api import (
@@ -21,6 +21,9 @@ from workers.api import (
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+
+_OWN: Final = {Phase.PREFILL: "release", Phase.DECODE: "refetch"}
+"""The method that only this phase has."""
 
 
 class EnginePool(Protocol):
@@ -40,6 +43,9 @@ class EnginePool(Protocol):
         self, replica_id: str, request_id: str, from_index: int
     ) -> RefetchResult | WorkerFault: ...
 
+    async def release(self, replica_id: str, transfer_id: str) -> WorkerFault | None:
+        """Prefill's pages of this transfer will not be fetched by anybody."""
+
     async def attach(
         self, phase: Phase, replica_id: str, gateway_id: str, bus_address: str
     ) -> ReplicaInfo | WorkerFault:
@@ -58,8 +64,7 @@ class ServePool:
         self._methods = {
             (phase, method): handle.options(method_name=method)
             for phase, handle in self._handles.items()
-            for method in (phase.value, "refetch", "attach", "status")
-            if not (phase is Phase.PREFILL and method == "refetch")
+            for method in (phase.value, _OWN[phase], "attach", "status")
         }
 
     def replicas(self, phase: Phase) -> tuple[str, ...]:
@@ -78,6 +83,10 @@ class ServePool:
         answer: RefetchResult | WorkerFault = await self._call(
             Phase.DECODE, "refetch", replica_id, request_id, from_index
         )
+        return answer
+
+    async def release(self, replica_id: str, transfer_id: str) -> WorkerFault | None:
+        answer: WorkerFault | None = await self._call(Phase.PREFILL, "release", replica_id, transfer_id)
         return answer
 
     async def attach(

@@ -1,19 +1,22 @@
-"""What other packages may import from kv_transfer. Standard library and msgspec only."""
+"""What other packages may import from kv_transfer. Standard library and msgspec; pyzmq where used."""
 
 from kv_transfer.api.errors import TransferCause, TransferError
 from kv_transfer.api.faults import FaultConfig
 from kv_transfer.api.gauges import EngineGauges
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
 from kv_transfer.api.log_fields import FieldFormatter, request_fields
+from kv_transfer.api.membership import Gate, Membership
 from kv_transfer.api.page import Layout, WireFormat
 
 __all__ = [
     "EngineGauges",
     "FaultConfig",
     "FieldFormatter",
+    "Gate",
     "HandoffOutcome",
     "HandoffReport",
     "Layout",
+    "Membership",
     "Role",
     "Ticket",
     "TransferCause",

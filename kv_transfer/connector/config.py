@@ -1,11 +1,13 @@
 """The connector's settings, out of vLLM's untyped `kv_connector_extra_config`."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from kv_transfer.api.faults import FaultConfig
+from kv_transfer.api.membership import Membership
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -16,13 +18,21 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     backend: Literal["gloo", "nccl"]
     gauges_endpoint: str
     """ZeroMQ ipc endpoint on which this engine answers for its gauges."""
+    membership_file: str
+    """Private file with the system's membership key: a path, since engines print their configuration."""
     link_timeout_s: float = 30.0
     """Longest that one send or receive, or building a link, may take."""
     drain_s: float = 10.0
     """Longest that an aborted transfer may stay on the wire before its link is given up."""
     staging_bytes: int = 64 * 2**20
     """Most bytes that wait in the sender for the wire; gathering pauses above it."""
+    receive_staging_bytes: int = 256 * 2**20
+    """Most bytes of pages that are under way to this engine at once; more of them wait for room."""
     faults: FaultConfig = FaultConfig()
+
+    def membership(self) -> Membership:
+        """Raises OSError when the file is missing, ValueError when it holds no key."""
+        return Membership.read(Path(self.membership_file))
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> "ConnectorConfig":

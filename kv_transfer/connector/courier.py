@@ -6,6 +6,7 @@ The engine thread never waits for a peer: it leaves work here with `later` and p
 import contextlib
 import logging
 import queue
+import secrets
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ import zmq
 from kv_transfer.api.errors import TransferError
 from kv_transfer.api.page import Layout
 from kv_transfer.connector.config import ConnectorConfig
+from kv_transfer.connector.peers import MOST_MESSAGE_BYTES, Peers, watch_connection
 from kv_transfer.connector.receiver import Receiver
 from kv_transfer.connector.sender import Sender
 from kv_transfer.protocol import messages as m
@@ -31,8 +33,8 @@ log = logging.getLogger(__name__)
 
 TICK_MS = 50
 """How late a deadline may be noticed."""
-MOST_MESSAGE_BYTES = 64 * 2**10
-"""Control messages have a few hundred bytes; page bytes never travel in them."""
+ASK_EVERY_S = 1.0
+"""How often peers that pages are held for are looked after."""
 PARK_S = 60.0
 """Longest that an offer waits for its announcement: a request may queue that long on the prefill side."""
 
@@ -46,14 +48,21 @@ class Courier:
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
+        membership = config.membership()
         self._zmq = zmq.Context(1)
+        self._gate = membership.gate(self._zmq)
         self._router = self._zmq.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a peer that is gone shows when it is sent to
+        watch_connection(self._router)
+        membership.server(self._router)
         port = self._router.bind_to_random_port(f"tcp://{config.bind_host}")
         self.address = f"tcp://{config.bind_host}:{port}"
-        self._dealers: dict[str, zmq.Socket[bytes]] = {}
         self._poller = zmq.Poller()
+        self._peers = Peers(self._zmq, membership, self._poller, time.monotonic)
+        self._lost_routes: set[bytes] = set()
+        self._asked_at = time.monotonic()
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake_out, zmq.POLLIN)
         self._stopping = False
@@ -75,6 +84,7 @@ class Courier:
             wire=self,
             later=self.later,
             drain_s=config.drain_s,
+            staging_bytes=config.receive_staging_bytes,
             now=time.monotonic,
         )
         self._thread = threading.Thread(target=self._run, name="phasegate-courier", daemon=True)
@@ -96,44 +106,45 @@ class Courier:
     # -- what the sender and the receiver may ask for (courier thread)
 
     def tell_sender(self, address: str, message: m.ToSender) -> None:
-        dealer = self._dealers.get(address)
-        if dealer is None:
-            dealer = self._zmq.socket(zmq.DEALER)
-            dealer.setsockopt(zmq.LINGER, 0)
-            dealer.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
-            dealer.connect(address)
-            self._poller.register(dealer, zmq.POLLIN)
-            self._dealers[address] = dealer
-        try:
-            dealer.send(m.encode(message), zmq.NOBLOCK)
-        except zmq.Again:
-            log.warning("control queue full, message dropped", extra={"peer": address})
+        self._peers.tell(address, message)
 
     def tell_receiver(self, route: bytes, message: m.ToReceiver) -> None:
+        if not route:
+            return  # it has never spoken to us
         try:
             self._router.send_multipart([route, m.encode(message)], zmq.NOBLOCK)
-        except zmq.ZMQError:
-            log.warning("control message dropped", extra={"kind": type(message).__name__})
+        except zmq.ZMQError as failed:
+            if failed.errno == zmq.EHOSTUNREACH:
+                self._lost_routes.add(route)
+            else:
+                log.warning("control message dropped", extra={"kind": type(message).__name__})
 
     def open_lane(self, address: str, down: Callable[[TransferError], None]) -> tuple[Lane, m.LinkAddress]:
         meeting = MeetingPoint.open(self._config.bind_host)
         link = m.LinkAddress(
-            link_id=f"{self._config.engine_id}-{meeting.port}-{time.monotonic_ns():x}",
+            link_id=secrets.token_hex(16),
             host=meeting.host,
             port=meeting.port,
             backend=self._config.backend,
         )
 
         def connect() -> Link:
-            return self._link(meeting.serve(self._config.link_timeout_s), link, RECEIVER)
+            # The store is served only while the group is built: nothing listens there afterwards.
+            serving = meeting.serve(self._config.link_timeout_s)
+            mine = join(link.host, link.port, self._config.link_timeout_s)
+            built = self._link(mine, link, RECEIVER)
+            del serving
+            return built
 
-        return Lane(f"recv-{meeting.port}", connect, down), link
+        return Lane(f"recv-{meeting.port}", connect, down, meeting.close), link
 
     def join_lane(self, link: m.LinkAddress, down: Callable[[TransferError], None]) -> Lane:
         def connect() -> Link:
             return self._link(join(link.host, link.port, self._config.link_timeout_s), link, SENDER)
 
-        return Lane(f"send-{link.port}", connect, down)
+        lane = Lane(f"send-{link.port}", connect, down)
+        lane.start()
+        return lane
 
     def _link(self, store: object, link: m.LinkAddress, rank: int) -> Link:
         return TorchLink(
@@ -168,9 +179,9 @@ class Courier:
             self._work.get()()
         if self._router in ready:
             self._drain_router()
-        for address, dealer in list(self._dealers.items()):
-            if dealer in ready:
-                self._drain_dealer(address, dealer)
+        for address, message in self._peers.heard():
+            self.receiver.on_message(address, message)
+        self._notice_lost()
         self.sender.tick()
         self.receiver.tick()
 
@@ -189,22 +200,24 @@ class Courier:
             else:
                 self.sender.on_message(route, message)
 
-    def _drain_dealer(self, address: str, dealer: "zmq.Socket[bytes]") -> None:
-        while dealer.poll(0):
-            try:
-                message = m.decode_to_receiver(dealer.recv())
-            except (RecursionError, msgspec.DecodeError):
-                log.warning("malformed control message ignored", extra={"peer": address})
-                continue
-            self.receiver.on_message(address, message)
+    def _notice_lost(self) -> None:
+        for address in self._peers.take_lost():
+            log.warning("peer is gone", extra={"peer": address})
+            self.receiver.peer_lost(address)
+        if time.monotonic() - self._asked_at >= ASK_EVERY_S:
+            self._asked_at = time.monotonic()
+            for route in self.sender.routes():
+                self.tell_receiver(route, m.Alive())
+        while self._lost_routes:
+            self.sender.peer_lost(self._lost_routes.pop())
 
     def _close_all(self) -> None:
         self.sender.close()
         self.receiver.close()
         self._watchdog.close()
-        for dealer in self._dealers.values():
-            dealer.close()
+        self._peers.close()
         self._router.close()
+        self._gate.stop()
         self._zmq.term()
         self._wake_in.close()
         self._wake_out.close()

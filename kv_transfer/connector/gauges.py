@@ -1,4 +1,4 @@
-"""Answers for the engine's gauges at any time, also while the engine is idle or in a long step.
+"""Answers for the engine's gauges, and passes on releases, also while the engine is idle or in a long step.
 
 A thread of the engine process, because vLLM publishes its own figures only with a step.
 """
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import msgspec
 import zmq
 
+from kv_transfer.api import desk
 from kv_transfer.api.gauges import EngineGauges
+from kv_transfer.api.membership import Membership
 from kv_transfer.connector.metadata import WorkerAddress
 from kv_transfer.protocol import messages as m
 
@@ -24,12 +26,15 @@ WORKER_ANSWER_MS = 1000
 
 
 class GaugeServer:
-    """ZeroMQ REP on an ipc endpoint: any request is answered with one EngineGauges in MessagePack."""
+    """ZeroMQ REP on an ipc endpoint; see `kv_transfer.api.desk`."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, membership: Membership) -> None:
+        self._membership = membership
         self._zmq = zmq.Context(1)
+        self._gate = membership.gate(self._zmq)
         self._socket = self._zmq.socket(zmq.REP)
         self._socket.setsockopt(zmq.LINGER, 0)
+        membership.server(self._socket)
         self._socket.bind(endpoint)
         self._pool: BlockPool | None = None
         self._counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
@@ -55,12 +60,23 @@ class GaugeServer:
     def _run(self) -> None:
         while not self._stopping:
             if self._socket.poll(100):
-                self._socket.recv()
-                self._socket.send(msgspec.msgpack.encode(self._snapshot()))
+                self._socket.send(self._answer(self._socket.recv()))
         for dealer in self._dealers:
             dealer.close()
         self._socket.close()
+        self._gate.stop()
         self._zmq.term()
+
+    def _answer(self, data: bytes) -> bytes:
+        try:
+            question = desk.decode(data)
+        except (RecursionError, msgspec.DecodeError):
+            log.warning("malformed question ignored")
+            return b""
+        if isinstance(question, desk.AskGauges):
+            return msgspec.msgpack.encode(self._snapshot())
+        self._tell_workers(m.Release(transfer_id=question.transfer_id))
+        return b""
 
     def _snapshot(self) -> EngineGauges:
         running, waiting = self._counts()
@@ -79,15 +95,7 @@ class GaugeServer:
 
     def _in_flight(self) -> int:
         """The largest number over the ranks: all ranks take part in every transfer."""
-        while len(self._dealers) < len(self._workers):
-            dealer = self._zmq.socket(zmq.DEALER)
-            dealer.setsockopt(zmq.LINGER, 0)
-            dealer.connect(self._workers[len(self._dealers)].control)
-            self._dealers.append(dealer)
-        for dealer in self._dealers:
-            while dealer.poll(0):
-                dealer.recv()
-            dealer.send(m.encode(m.CountRequest()), zmq.NOBLOCK)
+        self._tell_workers(m.CountRequest())
         counts = [0]
         for dealer in self._dealers:
             if not dealer.poll(WORKER_ANSWER_MS):
@@ -97,3 +105,15 @@ class GaugeServer:
             if isinstance(answer, m.Count):
                 counts.append(answer.in_flight)
         return max(counts)
+
+    def _tell_workers(self, message: m.ToSender) -> None:
+        while len(self._dealers) < len(self._workers):
+            dealer = self._zmq.socket(zmq.DEALER)
+            dealer.setsockopt(zmq.LINGER, 0)
+            self._membership.client(dealer)
+            dealer.connect(self._workers[len(self._dealers)].control)
+            self._dealers.append(dealer)
+        for dealer in self._dealers:
+            while dealer.poll(0):
+                dealer.recv()  # late answers to earlier questions
+            dealer.send(m.encode(message), zmq.NOBLOCK)

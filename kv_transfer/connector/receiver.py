@@ -51,7 +51,7 @@ class _Receive:
     lane_address: str
     started_at: float
     due: float
-    state: State = State.OFFERED
+    state: State = State.QUEUED
     groups: list[PageGroup] = field(default_factory=list)
     announced_pages: int = 0
     arrived_pages: int = 0
@@ -75,10 +75,13 @@ class Receiver:
         wire: ReceiverWire,
         later: Later,
         drain_s: float,
+        staging_bytes: int,
         now: Callable[[], float],
     ) -> None:
+        """`staging_bytes`: most bytes of pages that are under way or wait to be copied in."""
         self._engine_id, self._rank, self._layout, self._device = engine_id, rank, layout, device
         self._wire, self._later, self._drain_s, self._now = wire, later, drain_s, now
+        self._staging_pages = max(1, staging_bytes // layout.page_bytes)
         self._receives: dict[str, _Receive] = {}
         self._lanes: dict[str, _LaneEntry] = {}
         self._ended: list[Outcome] = []
@@ -105,25 +108,7 @@ class Receiver:
         address = order.ticket.peer_addresses[self._rank]
         receive = _Receive(order, address, now, now + order.ticket.deadline_s)
         self._receives[order.ticket.transfer_id] = receive
-        entry = self._lanes.get(address)
-        if entry is None:
-            lane, link = self._wire.open_lane(
-                address, lambda error: self._later(lambda: self._down(address, link, error))
-            )
-            entry = self._lanes[address] = _LaneEntry(lane, link)
-        self._wire.tell_sender(
-            address,
-            m.Offer(
-                version=m.VERSION,
-                transfer_id=order.ticket.transfer_id,
-                engine_id=self._engine_id,
-                layout=self._layout,
-                first_page=order.first_page,
-                pages=len(order.page_ids),
-                link=entry.link,
-                traceparent=order.ticket.traceparent,
-            ),
-        )
+        self._admit()
 
     def decline(self, address: str, transfer_id: str) -> None:
         """Tell a sender that its pages are not needed, without ever having asked for them."""
@@ -131,6 +116,13 @@ class Receiver:
 
     def cancel(self, transfer_id: str) -> None:
         self._fail(transfer_id, Event.CANCELLED, TransferCause.CANCELLED)
+
+    def peer_lost(self, address: str) -> None:
+        """The worker there is gone, and whatever it had still to send."""
+        self._forget_lane(address, TransferCause.LINK_DOWN)
+        for transfer_id, receive in list(self._receives.items()):
+            if receive.lane_address == address:
+                self._fail(transfer_id, Event.LINK_DOWN, TransferCause.LINK_DOWN)
 
     def copied(self, transfer_id: str) -> None:
         self._on(transfer_id, Event.COPIED)
@@ -152,7 +144,7 @@ class Receiver:
                     self._forget_lane(address, message.cause)
             case m.Drained():
                 self._on(message.transfer_id, Event.DRAINED)
-            case m.Count():
+            case m.Alive() | m.Count():
                 pass
 
     def tick(self) -> None:
@@ -166,18 +158,56 @@ class Receiver:
             entry.lane.close()
         self._lanes.clear()
 
+    def _admit(self) -> None:
+        """Offer what waits, in order of arrival, as far as there is room. One always fits."""
+        taken = sum(len(r.order.page_ids) for r in self._receives.values() if r.state is not State.QUEUED)
+        for transfer_id, receive in list(self._receives.items()):
+            if receive.state is not State.QUEUED:
+                continue
+            if taken and taken + len(receive.order.page_ids) > self._staging_pages:
+                return
+            taken += len(receive.order.page_ids)
+            self._on(transfer_id, Event.ROOM)
+
+    def _offer(self, receive: _Receive) -> None:
+        order, address = receive.order, receive.lane_address
+        entry = self._lanes.get(address)
+        if entry is None:
+            lane, link = self._wire.open_lane(
+                address, lambda error: self._later(lambda: self._down(address, link, error))
+            )
+            entry = self._lanes[address] = _LaneEntry(lane, link)
+        self._wire.tell_sender(
+            address,
+            m.Offer(
+                version=m.VERSION,
+                transfer_id=order.ticket.transfer_id,
+                engine_id=self._engine_id,
+                layout=self._layout,
+                first_page=order.first_page,
+                pages=len(order.page_ids),
+                link=entry.link,
+                traceparent=order.ticket.traceparent,
+            ),
+        )
+
     def _on_ready(self, message: m.Ready) -> None:
         if difference := self._layout.difference(message.layout):
             log.error("layouts differ", extra={"transfer": message.transfer_id, "difference": difference})
             self._fail(message.transfer_id, Event.CORRUPT, TransferCause.LAYOUT_MISMATCH)
         else:
+            receive = self._receives.get(message.transfer_id)
+            entry = self._lanes.get(receive.lane_address) if receive is not None else None
+            if entry is not None:
+                # Not before: an offer may be parked for longer than building a link may take.
+                entry.lane.start()
             self._on(message.transfer_id, Event.READY)
 
     def _on_sent(self, address: str, message: m.Sent) -> None:
         """Post the receive, wanted or not: the bytes are on the wire and must be taken off it."""
         entry = self._lanes.get(address)
-        if entry is None:
-            return  # the link is gone, and the bytes with it
+        if entry is None or not entry.lane.started:
+            return  # the link is gone, and the bytes with it; or there never was one
         link = entry.link
         receive = self._receives.get(message.transfer_id)
         fits = receive is not None and self._fits(receive, message)
@@ -246,7 +276,7 @@ class Receiver:
     def _fail(self, transfer_id: str, event: Event, cause: TransferCause) -> None:
         receive = self._receives.get(transfer_id)
         if receive is not None:
-            if receive.state in (State.OFFERED, State.RECEIVING, State.ARRIVED):
+            if receive.state in (State.QUEUED, State.OFFERED, State.RECEIVING, State.ARRIVED):
                 receive.cause = cause
             self._on(transfer_id, event)
 
@@ -264,6 +294,8 @@ class Receiver:
     def _do(self, action: Do, receive: _Receive) -> None:
         transfer_id = receive.order.ticket.transfer_id
         match action:
+            case Do.SEND_OFFER:
+                self._offer(receive)
             case Do.SEND_DONE:
                 self._wire.tell_sender(receive.lane_address, m.Done(transfer_id=transfer_id))
             case Do.SEND_ABORT:
@@ -280,6 +312,7 @@ class Receiver:
             case Do.RELEASE_STAGING:
                 receive.groups.clear()
                 self._receives.pop(transfer_id, None)
+                self._later(self._admit)
 
     def _end(self, outcome: Outcome) -> None:
         with self._ended_lock:

@@ -52,7 +52,7 @@ class SchedulerSide:
         self._receiving: dict[str, _Receiving] = {}
         self._sending: dict[str, _Sending] = {}
         self._orders = StepOrders()
-        self._gauges = GaugeServer(config.gauges_endpoint)
+        self._gauges = GaugeServer(config.gauges_endpoint, config.membership())
 
     # -- set-up
 

@@ -6,8 +6,10 @@ thread calls.
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
@@ -21,6 +23,11 @@ from kv_transfer.protocol.table import step
 from kv_transfer.transport.lane import Fence, SendJob
 
 log = logging.getLogger(__name__)
+
+MOST_PARKED: Final = 4096
+"""Offers that wait for their announcements. A gateway announces at once: so many are no accident."""
+LINKS_REMEMBERED: Final = 64
+"""Links that were lost: an offer made before the loss must not revive them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +57,7 @@ class _Send:
 @dataclass(frozen=True, slots=True)
 class _Unwanted:
     engine_id: str
+    """Who said so; empty: our own side."""
     due: float
 
 
@@ -59,6 +67,13 @@ class _Over:
 
     cause: TransferCause
     due: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    lane: LaneLike
+    route: bytes
+    """Whose link it is."""
 
 
 class Sender:
@@ -78,7 +93,8 @@ class Sender:
         self._sends: dict[str, _Send] = {}
         self._unwanted: dict[str, _Unwanted] = {}
         self._over: dict[str, _Over] = {}
-        self._lanes: dict[str, LaneLike] = {}
+        self._lanes: dict[str, _Lane] = {}
+        self._lost_links: deque[str] = deque(maxlen=LINKS_REMEMBERED)
         self._lock = threading.Lock()
         self._wanted: dict[str, Want] = {}
         self._staged_bytes = 0
@@ -119,7 +135,7 @@ class Sender:
             self._sends[transfer_id] = _Send(transfer_id, due, State.ANNOUNCED, ticket.peer_engine)
             self._over.pop(transfer_id, None)
             unwanted = self._unwanted.pop(transfer_id, None)
-            if unwanted is not None and unwanted.engine_id == ticket.peer_engine:
+            if unwanted is not None and unwanted.engine_id in ("", ticket.peer_engine):
                 self._on(transfer_id, Event.ABORT)
             return
         if send.state is not State.PARKED:
@@ -133,6 +149,26 @@ class Sender:
         """The request ended without completing its pages, which now belong to others."""
         self._give_up(transfer_id, Event.GONE, TransferCause.PREFILL_ENDED)
 
+    def release(self, transfer_id: str) -> None:
+        """Nobody will fetch this transfer any more, whether it is announced already or not."""
+        if transfer_id in self._sends:
+            self._give_up(transfer_id, Event.GONE, TransferCause.CANCELLED)
+        elif transfer_id not in self._over:
+            self._unwanted[transfer_id] = _Unwanted("", self._now() + self._park_s)
+
+    def routes(self) -> set[bytes]:
+        """Peers that something is held or open for."""
+        held = {send.route for send in self._sends.values() if send.route}
+        return held | {entry.route for entry in self._lanes.values()}
+
+    def peer_lost(self, route: bytes) -> None:
+        """The worker there is gone: nobody fetches what was promised to it."""
+        for link_id in [link_id for link_id, entry in self._lanes.items() if entry.route == route]:
+            self._down(link_id, TransferError(TransferCause.LINK_DOWN, "the peer is gone"))
+        for transfer_id, send in list(self._sends.items()):
+            if send.route == route:
+                self._give_up(transfer_id, Event.LINK_DOWN, TransferCause.LINK_DOWN)
+
     def on_message(self, route: bytes, message: m.ToSender) -> None:
         match message:
             case m.Offer():
@@ -141,6 +177,8 @@ class Sender:
                 self._on_done(route, message)
             case m.Abort():
                 self._on_abort(route, message)
+            case m.Release():
+                self.release(message.transfer_id)
             case m.CountRequest():
                 pass
 
@@ -157,8 +195,8 @@ class Sender:
                 del remembered[transfer_id]
 
     def close(self) -> None:
-        for lane in self._lanes.values():
-            lane.close()
+        for entry in self._lanes.values():
+            entry.lane.close()
         self._lanes.clear()
 
     def _on_offer(self, route: bytes, offer: m.Offer) -> None:
@@ -171,18 +209,20 @@ class Sender:
             self._refuse(route, transfer_id, TransferCause.PROTOCOL, "no pages asked for")
         elif send is None and transfer_id in self._over:
             self._refuse(route, transfer_id, self._over[transfer_id].cause, "it is over")
+        elif send is None and self._parked() >= MOST_PARKED:
+            self._refuse(route, transfer_id, TransferCause.UNKNOWN_TRANSFER, "too many offers wait")
         elif send is None:
             due = self._now() + self._park_s
-            send = _Send(transfer_id, due, State.PARKED, offer=offer, route=route)
-            self._sends[transfer_id] = send
-            self._ensure_lane(offer.link)
+            self._sends[transfer_id] = _Send(transfer_id, due, State.PARKED, offer=offer, route=route)
         elif send.offer is not None or send.state is not State.ANNOUNCED:
             # One offer is accepted per transfer: a second one is a replay or somebody else's guess.
             self._refuse(route, transfer_id, TransferCause.PROTOCOL, "offered before")
         else:
             send.offer, send.route = offer, route
-            self._ensure_lane(offer.link)
             self._match(send, Event.OFFER)
+
+    def _parked(self) -> int:
+        return sum(send.state is State.PARKED for send in self._sends.values())
 
     def _match(self, send: _Send, event: Event) -> None:
         """Announcement and offer are both known: do they fit?"""
@@ -194,10 +234,12 @@ class Sender:
         elif difference := self._layout.difference(offer.layout):
             send.cause, send.detail = TransferCause.LAYOUT_MISMATCH, difference
             self._on(send.transfer_id, Event.MISFIT)
-        elif offer.link.link_id not in self._lanes:
+        elif offer.link.link_id in self._lost_links:
             send.cause, send.detail = TransferCause.LINK_DOWN, ""
             self._on(send.transfer_id, Event.MISFIT)
         else:
+            # Not before: whoever was not announced opens nothing here.
+            self._ensure_lane(send.route, offer.link)
             self._on(send.transfer_id, event)
 
     def _on_done(self, route: bytes, done: m.Done) -> None:
@@ -228,8 +270,8 @@ class Sender:
 
     def _ship(self, transfer_id: str, first_page: int, pages: int, data: torch.Tensor, fence: Fence) -> None:
         send = self._sends.get(transfer_id)
-        lane = self._lanes.get(send.offer.link.link_id) if send and send.offer else None
-        if send is None or lane is None or send.state is not State.SENDING:
+        entry = self._lanes.get(send.offer.link.link_id) if send and send.offer else None
+        if send is None or entry is None or send.state is not State.SENDING:
             self._unstage(data)
             return
         assert send.offer is not None
@@ -251,7 +293,7 @@ class Sender:
         def ended(error: TransferError | None) -> None:
             self._later(lambda: self._sent(transfer_id, data, last, error))
 
-        lane.submit(SendJob(data, fence, starting, ended))
+        entry.lane.submit(SendJob(data, fence, starting, ended))
 
     def _sent(self, transfer_id: str, data: torch.Tensor, last: bool, error: TransferError | None) -> None:
         self._unstage(data)
@@ -273,19 +315,19 @@ class Sender:
             self._staged_bytes -= data.numel()
             self.news.set()
 
-    def _ensure_lane(self, link: m.LinkAddress) -> None:
+    def _ensure_lane(self, route: bytes, link: m.LinkAddress) -> None:
         link_id = link.link_id
         if link_id not in self._lanes:
-            self._lanes[link_id] = self._wire.join_lane(
-                link, lambda error: self._later(lambda: self._down(link_id, error))
-            )
+            lane = self._wire.join_lane(link, lambda error: self._later(lambda: self._down(link_id, error)))
+            self._lanes[link_id] = _Lane(lane, route)
 
     def _down(self, link_id: str, error: TransferError) -> None:
-        lane = self._lanes.pop(link_id, None)
-        if lane is None:
+        entry = self._lanes.pop(link_id, None)
+        if entry is None:
             return
+        self._lost_links.append(link_id)
         log.info("link down", extra={"link": link_id, "cause": str(error)})
-        lane.close()
+        entry.lane.close()
         for transfer_id, send in list(self._sends.items()):
             if send.offer is not None and send.offer.link.link_id == link_id:
                 self._give_up(transfer_id, Event.LINK_DOWN, TransferCause.LINK_DOWN)

@@ -9,6 +9,11 @@ from kv_transfer.transport.lane import RecvJob, SendJob
 
 
 class LaneLike(Protocol):
+    started: bool
+
+    def start(self) -> None:
+        """Build the link; jobs run from then on. Idempotent."""
+
     def submit(self, job: SendJob | RecvJob) -> None: ...
 
     def close(self) -> None: ...
@@ -19,7 +24,7 @@ class ReceiverWire(Protocol):
         """Queue a message to the worker at `address`; never blocks."""
 
     def open_lane(self, address: str, down: Callable[[TransferError], None]) -> tuple[LaneLike, LinkAddress]:
-        """A new lane to the worker at `address`, and where that worker finds the other end."""
+        """A new lane to the worker at `address`, not started, and where that worker finds the other end."""
 
 
 class SenderWire(Protocol):
@@ -27,7 +32,7 @@ class SenderWire(Protocol):
         """Queue a message to the worker that spoke with this route; never blocks."""
 
     def join_lane(self, link: LinkAddress, down: Callable[[TransferError], None]) -> LaneLike:
-        """The sending end of a lane that a receiver has opened."""
+        """The sending end of a lane that a receiver has opened, started."""
 
 
 Later = Callable[[Callable[[], None]], None]

@@ -98,6 +98,19 @@ class Drained(msgspec.Struct, frozen=True, kw_only=True, tag="drained"):
     transfer_id: str
 
 
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """The request that this transfer was for has ended, and nobody will fetch its pages.
+
+    Said by the worker's own engine process, on the gateway's order.
+    """
+
+    transfer_id: str
+
+
+class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive"):
+    """Sent now and then to every peer that pages are held for: one that is gone cannot be sent to."""
+
+
 class CountRequest(msgspec.Struct, frozen=True, kw_only=True, tag="count"):
     """Asked by the worker's own engine process for its gauges."""
 
@@ -106,8 +119,8 @@ class Count(msgspec.Struct, frozen=True, kw_only=True, tag="counted"):
     in_flight: int
 
 
-ToSender = Offer | Done | Abort | CountRequest
-ToReceiver = Ready | Sent | Failed | Drained | Count
+ToSender = Offer | Done | Abort | Release | CountRequest
+ToReceiver = Ready | Sent | Failed | Drained | Alive | Count
 
 _encoder = msgspec.msgpack.Encoder()
 _to_sender = msgspec.msgpack.Decoder(ToSender)

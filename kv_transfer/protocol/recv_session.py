@@ -1,9 +1,10 @@
 """Life of one transfer on the decode side. All of it: state may change nowhere else.
 
-The table is the specification. Three facts shape it:
+The table is the specification. Four facts shape it:
   - bytes land in staging and are copied into pages by the engine thread, so pages of a request that
     went away may be freed at once; staging may not, until the wire is quiet;
   - a posted receive cannot be recalled: DRAINING lasts until the sender confirms or the link is down;
+  - staging is bounded: an order may have to wait for room before it is offered;
   - peers and schedulers race: news about a transfer that is CLOSED, hence forgotten, is normal.
 """
 
@@ -13,6 +14,7 @@ from typing import Final
 
 
 class State(Enum):
+    QUEUED = auto()  # no room in staging yet; the peer knows nothing of it
     OFFERED = auto()  # offer posted, no answer yet
     RECEIVING = auto()  # accepted; pages are coming
     ARRIVED = auto()  # every page is in staging and its checksum agrees
@@ -21,6 +23,7 @@ class State(Enum):
 
 
 class Event(Enum):
+    ROOM = auto()
     READY = auto()
     REFUSED = auto()  # the sender failed; nothing follows
     ALL_ARRIVED = auto()
@@ -33,6 +36,7 @@ class Event(Enum):
 
 
 class Do(Enum):
+    SEND_OFFER = auto()
     SEND_DONE = auto()
     SEND_ABORT = auto()
     HAND_TO_ENGINE = auto()
@@ -45,9 +49,16 @@ class Do(Enum):
 S, E = State, Event
 _LOST = (S.CLOSED, (Do.REPORT_FAILED, Do.RELEASE_STAGING))
 _GIVE_UP = (S.DRAINING, (Do.SEND_ABORT, Do.REPORT_FAILED, Do.START_DRAIN_TIMER))
+_UNASKED = (S.CLOSED, (Do.SEND_ABORT, Do.REPORT_FAILED, Do.RELEASE_STAGING))
 _QUIET = (S.CLOSED, (Do.RELEASE_STAGING,))
 
 TABLE: Final[Mapping[tuple[State, Event], tuple[State, tuple[Do, ...]]]] = {
+    (S.QUEUED, E.ROOM): (S.OFFERED, (Do.SEND_OFFER,)),
+    (S.QUEUED, E.CANCELLED): _UNASKED,
+    (S.QUEUED, E.DEADLINE): _UNASKED,
+    (S.QUEUED, E.CORRUPT): _UNASKED,
+    (S.QUEUED, E.REFUSED): _LOST,
+    (S.QUEUED, E.LINK_DOWN): _LOST,
     (S.OFFERED, E.READY): (S.RECEIVING, ()),
     (S.OFFERED, E.REFUSED): _LOST,
     (S.OFFERED, E.CORRUPT): _GIVE_UP,

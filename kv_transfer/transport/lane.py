@@ -54,21 +54,43 @@ class RecvJob:
 class Lane:
     """Jobs of one link, first in first out. After the first failure every later job fails too."""
 
-    def __init__(self, name: str, connect: Callable[[], Link], down: Callable[[TransferError], None]) -> None:
-        """`connect` runs on the lane's thread; `down` is called once, from there, when the link is lost."""
+    def __init__(
+        self,
+        name: str,
+        connect: Callable[[], Link],
+        down: Callable[[TransferError], None],
+        unused: Callable[[], None] = lambda: None,
+    ) -> None:
+        """
+        Args:
+            connect: runs on the lane's thread, once the lane is started.
+            down: called once, from there, when the link is lost.
+            unused: called when the lane is closed without having been started.
+        """
         self._jobs: queue.SimpleQueue[SendJob | RecvJob | None] = queue.SimpleQueue()
-        self._connect, self._down = connect, down
+        self._connect, self._down, self._unused = connect, down, unused
         self._link: Link | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"phasegate-lane-{name}", daemon=True)
-        self._thread.start()
+        self.started = False
+
+    def start(self) -> None:
+        """Build the link and work off jobs. Idempotent; from the owner's thread."""
+        if not self.started and not self._closed:
+            self.started = True
+            self._thread.start()
 
     def submit(self, job: SendJob | RecvJob) -> None:
         self._jobs.put(job)
 
     def close(self) -> None:
-        """Fail what is queued and running. Does not wait for the thread."""
+        """Fail what is queued and running. Does not wait for the thread. Idempotent."""
+        if self._closed:
+            return
         self._closed = True
+        if not self.started:
+            self._unused()
+            return
         if self._link is not None:
             self._link.close()
         self._jobs.put(None)

@@ -11,6 +11,7 @@ import pytest_asyncio
 import yaml
 
 from tests.support.engines import ScriptedEngine as EngineDouble
+from tests.support.members import MEMBERSHIP
 from tests.support.replicas import a_decode
 from workers.api import DecodeRequest, FaultKind, FinishReason, Phase, Sampling
 from workers.engine.base import Delta, Engine, EngineFault
@@ -39,6 +40,7 @@ async def vllm(model_dir: Path) -> AsyncIterator[VllmEngine]:
         engine_id=secrets.token_hex(16),
         host="127.0.0.1",
         device="cpu",
+        membership=MEMBERSHIP,
         faults={},
     )
     await engine.start()

@@ -12,6 +12,7 @@ import yaml
 
 from kv_transfer.api import HandoffOutcome, HandoffReport, Role, Ticket, TransferCause
 from tests.conftest import ANSWER_TOKENS, Answers, Texts
+from tests.support.members import MEMBERSHIP
 from tests.support.prompts import PAGE
 from workers.api import DecodeRequest, Phase, PrefillRequest, Sampling
 from workers.engine.base import EngineFault
@@ -123,6 +124,7 @@ async def pair(model_dir: Path) -> AsyncIterator[Pair]:
             engine_id=ids[phase],
             host="127.0.0.1",
             device="cpu",
+            membership=MEMBERSHIP,
             faults={"foreign_pages": True, "only_transfers": WRONG} if phase is Phase.PREFILL else {},
         )
         for phase in Phase

@@ -8,6 +8,7 @@ import zmq
 import zmq.asyncio
 
 from kv_transfer.api import HandoffOutcome, HandoffReport
+from tests.support.members import MEMBERSHIP
 from tests.support.renderer import END, tokens_of
 from workers.api import (
     BUS_VERSION,
@@ -64,6 +65,7 @@ class FakePool:
         self.cancelled: Counter[str] = Counter()
         self.running: Counter[str] = Counter()
         self.refetched_from: list[int] = []
+        self.released: list[str] = []
         self.decoding = asyncio.Event()
         """A decode call has come."""
         self._made: dict[str, tuple[int, ...]] = {}
@@ -81,6 +83,7 @@ class FakePool:
     ) -> ReplicaInfo | WorkerFault:
         if bus_address not in self._sockets:
             socket = self._context.socket(zmq.PUSH)
+            MEMBERSHIP.client(socket)
             socket.connect(bus_address)
             self._sockets[bus_address] = socket
         return ReplicaInfo(
@@ -119,6 +122,10 @@ class FakePool:
         if self.script.forget:
             return WorkerFault(kind=FaultKind.INTERNAL)
         return RefetchResult(first_index=from_index, token_ids=self._made[request_id][from_index:])
+
+    async def release(self, replica_id: str, transfer_id: str) -> WorkerFault | None:
+        self.released.append(transfer_id)
+        return None
 
     async def heartbeat(self, replica_id: str, free_pages: int = 100) -> None:
         gauges = Gauges(free_pages=free_pages, running=0, waiting=0)

@@ -39,6 +39,7 @@ class ScriptedEngine:
     reached: asyncio.Event = field(default_factory=asyncio.Event)
     tickets: dict[str, Ticket | None] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
     closed: int = 0
     dead: bool = False
 
@@ -80,6 +81,11 @@ class ScriptedEngine:
 
     def _ending(self) -> Ending:
         return Ending(reason=self.finish, cached_tokens=self.cached_tokens, handoff=self.handoff)
+
+    async def release(self, transfer_id: str) -> None:
+        if self.silent:
+            raise EngineFault(FaultKind.ENGINE_DEAD, "scripted: silent")
+        self.released.append(transfer_id)
 
     async def gauges(self) -> EngineGauges:
         if self.silent:

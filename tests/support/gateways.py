@@ -19,6 +19,7 @@ from gateway.services import Capacity, ServedModel, Services
 from gateway.telemetry import Telemetry
 from gateway.tenants.model import Account, KeyRecord, Tenant
 from tests.support.engine_pool import FakePool, Script
+from tests.support.members import MEMBERSHIP
 from tests.support.renderer import ByteRenderer
 from workers.api import Phase
 
@@ -85,7 +86,7 @@ async def running_gateway(
     telemetry = telemetry if telemetry is not None else Telemetry()
     pool, clock = FakePool(script), ManualClock()
     fleet = Fleet(pool, gateway_id="g1", silence_s=10.0, now=clock.now, sleep=_never)
-    bus = BusReceiver("127.0.0.1", fleet.heard)
+    bus = BusReceiver("127.0.0.1", fleet.heard, MEMBERSHIP)
     bus.start()
     engines = driver.Services(
         pool=pool,

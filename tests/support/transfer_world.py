@@ -29,6 +29,10 @@ class Wire:
     recvs: deque[RecvJob] = field(default_factory=deque)
     down: list[Callable[[TransferError], None]] = field(default_factory=list)
     broken: bool = False
+    started: bool = False
+
+    def start(self) -> None:
+        self.started = True
 
     def submit(self, job: SendJob | RecvJob) -> None:
         if isinstance(job, SendJob):
@@ -68,7 +72,9 @@ class Wire:
 class World:
     """One prefill worker, one decode worker. `settle` delivers everything that is under way."""
 
-    def __init__(self, *, sender_layout: Layout = LAYOUT, drain_s: float = 10.0) -> None:
+    def __init__(
+        self, *, sender_layout: Layout = LAYOUT, drain_s: float = 10.0, staging_pages: int = 1000
+    ) -> None:
         self.now = 0.0
         self.work: deque[Callable[[], None]] = deque()
         self.to_sender: deque[m.ToSender] = deque()
@@ -94,6 +100,7 @@ class World:
             wire=self,
             later=self.work.append,
             drain_s=drain_s,
+            staging_bytes=staging_pages * LAYOUT.page_bytes,
             now=lambda: self.now,
         )
 

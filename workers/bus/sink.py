@@ -6,6 +6,8 @@ from typing import Final, Protocol
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from kv_transfer.api import Membership
+
 QUEUED_FRAMES: Final = 4096
 """At one frame per engine step of 20 ms: more than a minute of a gateway that reads nothing."""
 
@@ -28,7 +30,7 @@ OpenSink = Callable[[str], FrameSink]
 class ZmqSink:
     """Connects in the background; frames queue meanwhile."""
 
-    def __init__(self, address: str, *, queued_frames: int = QUEUED_FRAMES) -> None:
+    def __init__(self, address: str, *, membership: Membership, queued_frames: int = QUEUED_FRAMES) -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.setsockopt(zmq.SNDHWM, queued_frames)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -37,6 +39,7 @@ class ZmqSink:
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
         self._connected = False
+        membership.client(self._socket)
         self._socket.connect(address)
 
     def send(self, frame: bytes) -> bool:

@@ -65,6 +65,13 @@ class Engine(Protocol):
             EngineFault: while it runs.
         """
 
+    async def release(self, transfer_id: str) -> None:
+        """Let go of a prompt's pages that nobody will fetch any more. Unknown transfers are no mistake.
+
+        Raises:
+            EngineFault: the engine is dead or silent.
+        """
+
     async def gauges(self) -> EngineGauges:
         """A snapshot, also from an idle engine.
 

@@ -208,6 +208,9 @@ class ScriptedEngine:
             for inside in self._inside.values():
                 inside.news.put_nowait(EngineFault(FaultKind.ENGINE_DEAD, "the engine has ended"))
 
+    async def release(self, transfer_id: str) -> None:
+        """Pages are never held for others here."""
+
     async def gauges(self) -> EngineGauges:
         if self._pages is None or self._stepping is None or self.dead:
             raise EngineFault(FaultKind.ENGINE_DEAD, "the engine is not running")

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
-from kv_transfer.api import EngineGauges, HandoffOutcome, HandoffReport, Ticket
+from kv_transfer.api import EngineGauges, HandoffOutcome, HandoffReport, Membership, Ticket
 from workers.api import DecodeRequest, FaultKind, FinishReason, Phase, PrefillRequest, Sampling
 from workers.engine.base import Delta, Ending, EngineFault
 from workers.engine.gauges import GaugeClient
@@ -40,6 +40,7 @@ class VllmEngine:
         engine_id: str,
         host: str,
         device: Device,
+        membership: Membership,
         faults: Mapping[str, Any],
     ) -> None:
         """
@@ -47,21 +48,25 @@ class VllmEngine:
             model_dir: folder with safetensors and tokenizer.
             engine_id: 128 random bits in hex, fresh for every start.
             host: the address that the engine binds.
+            membership: lets the engine and its peers speak.
             faults: the connector's faults on purpose; empty outside tests.
         """
         self._profile = profile
         self._environment = engine_environment(profile, phase, device, host)
         self._folder = socket_folder()
         endpoint = f"ipc://{self._folder}/gauges"
+        keys = self._folder / "membership"
+        membership.write(keys)
         connector: dict[str, Any] = {
             "engine_id": engine_id,
             "bind_host": host,
             "backend": _BACKEND[device],
             "gauges_endpoint": endpoint,
+            "membership_file": str(keys),
             "faults": dict(faults),
         }
         self._arguments = engine_args(profile, phase, model_dir, engine_id, connector, device=device)
-        self._gauges = GaugeClient(endpoint)
+        self._gauges = GaugeClient(endpoint, membership)
         self._llm: Any = None
         self._vocabulary = 0
 
@@ -129,10 +134,17 @@ class VllmEngine:
             handoff=handoff,
         )
 
+    async def release(self, transfer_id: str) -> None:
+        self._check_running()
+        await self._gauges.release(transfer_id)
+
     async def gauges(self) -> EngineGauges:
+        self._check_running()
+        return await self._gauges.ask()
+
+    def _check_running(self) -> None:
         if self._llm is None or self.dead:
             raise EngineFault(FaultKind.ENGINE_DEAD, "the engine process is not running")
-        return await self._gauges.ask()
 
     @property
     def dead(self) -> bool:

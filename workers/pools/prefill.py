@@ -4,6 +4,7 @@ import asyncio
 
 from kv_transfer.api import Role, Ticket
 from workers.api import Phase, PrefillRequest, PrefillResult, WorkerFault
+from workers.engine.base import EngineFault
 from workers.pools.replica import Replica
 from workers.telemetry import Work
 
@@ -45,3 +46,11 @@ class PrefillReplica(Replica):
         finally:
             self._places.give_back(place)
             self._leave()
+
+    async def release(self, transfer_id: str, *, to: str | None = None) -> WorkerFault | None:
+        """Nobody will fetch these pages: the request that they were computed for has ended. None: done."""
+        try:
+            await self._engine.release(transfer_id)
+        except EngineFault as bad:
+            return WorkerFault(kind=bad.kind, detail=bad.detail)
+        return None

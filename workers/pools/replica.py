@@ -8,9 +8,10 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
-from kv_transfer.api import EngineGauges
+from kv_transfer.api import EngineGauges, Membership
 from kv_transfer.testing.holds import Holds, NoHolds, holds_in
 from workers.api import FaultKind, Gauges, Phase, ReplicaInfo, ReplicaStatus, WorkerFault
 from workers.bus.publisher import Publisher
@@ -54,21 +55,23 @@ class Parts:
     telemetry: Telemetry = field(default_factory=Telemetry)
 
 
-def real_parts(config: ReplicaConfig, phase: Phase, replica_id: str, telemetry: Telemetry) -> Parts:
+def real_parts(
+    config: ReplicaConfig, phase: Phase, replica_id: str, telemetry: Telemetry, membership: Membership
+) -> Parts:
     """The profile's engine, ZeroMQ and Ray's key-value store."""
     engine_id = secrets.token_hex(16)
     return Parts(
-        engine=_engine(config, phase, engine_id),
+        engine=_engine(config, phase, engine_id, membership),
         engine_id=engine_id,
         replica_id=replica_id,
         registry=RayRegistry(),
-        open_sink=ZmqSink,
+        open_sink=partial(ZmqSink, membership=membership),
         holds=holds_in(config.holds()),
         telemetry=telemetry,
     )
 
 
-def _engine(config: ReplicaConfig, phase: Phase, engine_id: str) -> Engine:
+def _engine(config: ReplicaConfig, phase: Phase, engine_id: str, membership: Membership) -> Engine:
     profile = config.model_profile()
     if profile.engine == "scripted":
         from workers.engine.scripted import ScriptedEngine
@@ -83,6 +86,7 @@ def _engine(config: ReplicaConfig, phase: Phase, engine_id: str) -> Engine:
         engine_id=engine_id,
         host=config.host,
         device=config.device,
+        membership=membership,
         faults=config.connector_faults(),
     )
 

@@ -2,6 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.dispatch.bus_receiver import BusReceiver
+from tests.support.members import MEMBERSHIP
 from workers.api import BUS_VERSION, Frame, Item
 from workers.api.bus import encode
 
@@ -15,7 +16,7 @@ def item(request_id: str) -> Item:
 
 
 def test_items_go_to_their_request_and_to_nobody_after_it_left() -> None:
-    bus, got = BusReceiver("127.0.0.1", lambda _: None), list[Item]()
+    bus, got = BusReceiver("127.0.0.1", lambda _: None, MEMBERSHIP), list[Item]()
     bus.subscribe("r1", got.append)
 
     bus.feed(frame(item("r1"), item("r2")))
@@ -28,7 +29,7 @@ def test_items_go_to_their_request_and_to_nobody_after_it_left() -> None:
 
 def test_frame_of_another_version_is_counted_and_not_read() -> None:
     frames: list[Frame] = []
-    bus, got = BusReceiver("127.0.0.1", frames.append), list[Item]()
+    bus, got = BusReceiver("127.0.0.1", frames.append, MEMBERSHIP), list[Item]()
     bus.subscribe("r1", got.append)
 
     bus.feed(frame(item("r1"), version=BUS_VERSION + 1))
@@ -38,7 +39,7 @@ def test_frame_of_another_version_is_counted_and_not_read() -> None:
 
 @given(st.binary(max_size=40))
 def test_no_bytes_at_all_can_stop_the_receiver(data: bytes) -> None:
-    bus, got = BusReceiver("127.0.0.1", lambda _: None), list[Item]()
+    bus, got = BusReceiver("127.0.0.1", lambda _: None, MEMBERSHIP), list[Item]()
     bus.subscribe("r1", got.append)
 
     bus.feed(data)
@@ -49,7 +50,7 @@ def test_no_bytes_at_all_can_stop_the_receiver(data: bytes) -> None:
 
 def test_a_message_nested_beyond_all_bounds_is_ignored_like_any_other_malformed_one() -> None:
     """It once ended the task that listens to the bus: the gateway stayed up, and deaf."""
-    bus = BusReceiver("127.0.0.1", lambda _: None)
+    bus = BusReceiver("127.0.0.1", lambda _: None, MEMBERSHIP)
     whole_frame_and_one_field_more = b"\x95" + bytes([BUS_VERSION]) + b"\xa1e\x90\xc0"
 
     bus.feed(whole_frame_and_one_field_more + b"\x91" * 200_000 + b"\xc0")

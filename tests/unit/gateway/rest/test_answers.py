@@ -272,6 +272,25 @@ async def test_client_that_leaves_cancels_both_engines(stream: bool) -> None:
         assert gateway.pool.cancelled["prefill"] == (not stream)
 
 
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        (Script(fault=FaultKind.BUSY), 429),
+        (Script(fault=FaultKind.ENGINE_DEAD), 502),
+        (Script(answer="Yes."), 200),
+    ],
+    ids=["refused", "lost", "answered"],
+)
+async def test_prefill_lets_go_of_pages_when_decode_never_comes_for_them(script: Script, status: int) -> None:
+    """Only the gateway knows: decode refused the request before its engine saw it."""
+    async with running_gateway(script) as gateway:
+        answer = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+        transfers = [request.transfer_id for request in gateway.pool.prefills]
+
+        assert answer.status_code == status
+        assert gateway.pool.released == ([] if status == 200 else transfers)
+
+
 async def test_abandoned_streams_give_their_slots_back() -> None:
     async with running_gateway(Script(hold_at=1), max_in_flight=1) as gateway:
         for _ in range(6):

@@ -10,11 +10,13 @@ import pytest
 import zmq
 from vllm.v1.request import RequestStatus
 
+from kv_transfer.api import desk
 from kv_transfer.api.gauges import EngineGauges
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
 from kv_transfer.connector.config import ConnectorConfig
 from kv_transfer.connector.metadata import WorkerNews
 from kv_transfer.connector.scheduler_side import SchedulerSide
+from tests.support.members import MEMBERSHIP, membership_file
 
 BLOCK = 4
 DONE, ABORTED = RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_ABORTED
@@ -26,9 +28,15 @@ def endpoint(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def side(endpoint: str) -> Iterator[SchedulerSide]:
+def side(endpoint: str, tmp_path: Path) -> Iterator[SchedulerSide]:
     config = ConnectorConfig.parse(
-        {"engine_id": "e", "bind_host": "127.0.0.1", "backend": "gloo", "gauges_endpoint": endpoint}
+        {
+            "engine_id": "e",
+            "bind_host": "127.0.0.1",
+            "backend": "gloo",
+            "gauges_endpoint": endpoint,
+            "membership_file": membership_file(tmp_path),
+        }
     )
     side = SchedulerSide(config, BLOCK)
     yield side
@@ -176,8 +184,9 @@ def test_gauges_are_answered_while_the_engine_does_nothing(side: SchedulerSide, 
     side.bind_pool(SimpleNamespace(get_num_free_blocks=lambda: 7, num_gpu_blocks=10))
     side.bind_counts(lambda: (2, 3))
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        MEMBERSHIP.client(socket)
         socket.connect(endpoint)
-        socket.send(b"gauges")
+        socket.send(desk.encode(desk.AskGauges()))
         assert socket.poll(5000)
         gauges = msgspec.msgpack.decode(socket.recv(), type=EngineGauges)
 

@@ -5,14 +5,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+import zmq
 
+from kv_transfer.api import desk
 from kv_transfer.api.errors import TransferCause
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
 from kv_transfer.connector.config import ConnectorConfig
+from kv_transfer.connector.gauges import GaugeServer
 from kv_transfer.connector.metadata import Held, ReceiveOrder, SendProgress, StepOrders
 from kv_transfer.connector.worker_side import CourierDied, WorkerSide
+from tests.support.members import MEMBERSHIP, membership_file
 
 BLOCK = 4
 PROMPT = 10
@@ -53,6 +58,7 @@ def worker(name: str, folder: Path) -> Worker:
             "bind_host": "127.0.0.1",
             "backend": "gloo",
             "gauges_endpoint": f"ipc://{folder}/{name}",
+            "membership_file": membership_file(folder),
             "link_timeout_s": 5.0,
         }
     )
@@ -256,3 +262,72 @@ def test_an_engine_whose_courier_died_does_not_go_on(pair: tuple[Worker, Worker]
 
     with pytest.raises(CourierDied):
         keep_stepping()
+
+
+def test_pages_held_for_a_decode_engine_that_dies_go_free_without_waiting_for_their_deadline(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    prefill.step(announced("t"))
+    decode.step(asked("t", prefill, (1, 2, 3)))
+    some_steps(prefill, decode)
+    prefill.step(StepOrders(held=[Held("t", "p-t")]))
+
+    decode.side.close()
+
+    until((prefill,), lambda: prefill.sent == {"p-t"})
+
+
+def test_a_receive_from_a_prefill_engine_that_dies_fails_without_waiting_for_its_deadline(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    decode.step(asked("t", prefill, (1, 2, 3)))
+    some_steps(prefill, decode)
+    assert decode.received == []
+
+    prefill.side.close()
+
+    until((decode,), lambda: decode.failed == {"d-t"})
+    assert decode.reports["d-t"].cause is TransferCause.LINK_DOWN
+
+
+def test_pages_that_nobody_will_fetch_are_released_by_the_engines_desk(
+    pair: tuple[Worker, Worker], tmp_path: Path
+) -> None:
+    prefill, _ = pair
+    server = GaugeServer(f"ipc://{tmp_path}/desk", MEMBERSHIP)
+    server.bind_workers([prefill.side.address()])
+    prefill.step(announced("t"))
+    prefill.step(StepOrders(held=[Held("t", "p-t")]))
+    some_steps(prefill)
+    assert prefill.sent == set()
+
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        MEMBERSHIP.client(socket)
+        socket.connect(f"ipc://{tmp_path}/desk")
+        socket.send(desk.encode(desk.ReleaseTransfer(transfer_id="t")))
+        assert socket.poll(5000)
+
+    until((prefill,), lambda: prefill.sent == {"p-t"})
+    server.close()
+
+
+def listening() -> set[int]:
+    """Ports on which this process takes TCP connections."""
+    return {c.laddr.port for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+
+
+def test_where_two_workers_met_nobody_listens_afterwards(pair: tuple[Worker, Worker]) -> None:
+    """The store has no authentication: it is open only while a link is built."""
+    prefill, decode = pair
+    before = listening()
+    decode.step(asked("t", prefill, (1, 2, 3)))
+    some_steps(prefill, decode)
+    (meeting_point,) = listening() - before
+
+    prefill.step(announced("t"))
+    prefill.step(computed("t", (3, 4, 5), PROMPT))
+    until((prefill, decode), lambda: decode.received == ["d-t"])
+
+    assert meeting_point not in listening()

@@ -30,7 +30,7 @@ def walks(table: dict, start: Enum, length: int) -> Iterator[tuple[list[Enum], E
 
 def test_a_receive_is_reported_to_the_engine_exactly_once() -> None:
     """Loaded or failed, never both, never twice, and always by the time it closes."""
-    for path, state, did in walks(r.TABLE, r.State.OFFERED, 6):
+    for path, state, did in walks(r.TABLE, r.State.QUEUED, 6):
         handed, failed = did[r.Do.HAND_TO_ENGINE], did[r.Do.REPORT_FAILED]
 
         assert handed <= 1, path
@@ -43,19 +43,19 @@ def test_a_receive_is_reported_to_the_engine_exactly_once() -> None:
 
 
 def test_staging_is_released_exactly_when_a_receive_closes() -> None:
-    for path, state, did in walks(r.TABLE, r.State.OFFERED, 6):
+    for path, state, did in walks(r.TABLE, r.State.QUEUED, 6):
         assert did[r.Do.RELEASE_STAGING] == (state is r.State.CLOSED), path
 
 
 def test_an_aborted_receive_keeps_its_staging_until_the_wire_is_quiet() -> None:
-    for path, state, did in walks(r.TABLE, r.State.OFFERED, 6):
-        if did[r.Do.SEND_ABORT] and state is r.State.CLOSED:
+    for path, state, did in walks(r.TABLE, r.State.QUEUED, 6):
+        if did[r.Do.SEND_OFFER] and did[r.Do.SEND_ABORT] and state is r.State.CLOSED:
             quiet = {r.Event.DRAINED, r.Event.REFUSED, r.Event.LINK_DOWN}
             assert path[-1] in quiet or did[r.Do.CLOSE_LINK], path
 
 
 def test_the_sender_hears_done_or_abort_but_not_both() -> None:
-    for path, _, did in walks(r.TABLE, r.State.OFFERED, 6):
+    for path, _, did in walks(r.TABLE, r.State.QUEUED, 6):
         assert did[r.Do.SEND_DONE] + did[r.Do.SEND_ABORT] <= 1, path
 
 
@@ -93,11 +93,11 @@ def test_every_state_that_can_last_has_a_deadline(table: dict, states: type[Enum
 
 
 @pytest.mark.parametrize(
-    ("table", "start"), [(r.TABLE, r.State.OFFERED), (s.TABLE, s.State.PARKED)], ids=["receive", "send"]
+    ("table", "start"), [(r.TABLE, r.State.QUEUED), (s.TABLE, s.State.PARKED)], ids=["receive", "send"]
 )
 def test_every_row_of_the_table_can_be_reached(table: dict, start: Enum) -> None:
     starts = [start, s.State.ANNOUNCED] if start is s.State.PARKED else [start]
-    reached = {state for first in starts for _, state, _ in walks(table, first, 5)}
+    reached = {state for first in starts for _, state, _ in walks(table, first, 6)}
 
     assert {state for state, _ in table} <= reached
 

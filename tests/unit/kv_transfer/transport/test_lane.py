@@ -47,6 +47,7 @@ def test_a_link_that_cannot_be_built_fails_every_job_and_is_told_once(failure: E
     downs: Ended = queue.SimpleQueue()
     ended: Ended = queue.SimpleQueue()
     lane = Lane("test", connect, downs.put)
+    lane.start()
     for _ in range(3):
         lane.submit(a_send(some_bytes(3), ended))
 
@@ -64,6 +65,8 @@ def test_the_receiver_finds_the_checksum_that_the_sender_took() -> None:
     announced: queue.SimpleQueue[int] = queue.SimpleQueue()
     found: queue.SimpleQueue[tuple[int, TransferError | None]] = queue.SimpleQueue()
     sender, receiver = Lane("s", lambda: there, no_link_down), Lane("r", lambda: here, no_link_down)
+    sender.start()
+    receiver.start()
 
     into = torch.empty_like(data)
     receiver.submit(RecvJob(into, lambda number, error: found.put((number, error))))
@@ -80,6 +83,7 @@ def test_closing_a_lane_ends_the_job_that_waits_on_the_wire_and_those_behind_it(
     downs: Ended = queue.SimpleQueue()
     started = threading.Event()
     lane = Lane("test", lambda: here, downs.put)
+    lane.start()
     lane.submit(SendJob(some_bytes(3), Fence(CPU), lambda _: started.set(), ended.put))
     lane.submit(a_send(some_bytes(3), ended))
     assert started.wait(5)
@@ -113,6 +117,7 @@ def test_bytes_are_not_looked_at_before_the_engines_work_on_them_is_done() -> No
 
     here, there = LoopbackLink.pair()
     lane = Lane("test", lambda: there, no_link_down)
+    lane.start()
     lane.submit(
         SendJob(some_bytes(3), RecordingFence(CPU), lambda _: happened.put("checksum"), lambda _: None)
     )

@@ -1,13 +1,16 @@
 import zmq
 
+from tests.support.members import MEMBERSHIP
 from workers.bus.sink import ZmqSink
 
 
 def test_frames_arrive_in_order_and_the_sink_knows_that_its_gateway_is_there() -> None:
     context = zmq.Context()
+    gate = MEMBERSHIP.gate(context)
     pull = context.socket(zmq.PULL)
+    MEMBERSHIP.server(pull)
     port = pull.bind_to_random_port("tcp://127.0.0.1")
-    sink = ZmqSink(f"tcp://127.0.0.1:{port}")
+    sink = ZmqSink(f"tcp://127.0.0.1:{port}", membership=MEMBERSHIP)
     try:
         assert sink.send(b"one")
         assert sink.send(b"two")
@@ -16,11 +19,12 @@ def test_frames_arrive_in_order_and_the_sink_knows_that_its_gateway_is_there() -
     finally:
         sink.close()
         pull.close(linger=0)
+        gate.stop()
         context.term()
 
 
 def test_a_queue_without_a_reader_fills_up_and_send_never_waits() -> None:
-    sink = ZmqSink("tcp://127.0.0.1:9", queued_frames=10)
+    sink = ZmqSink("tcp://127.0.0.1:9", membership=MEMBERSHIP, queued_frames=10)
     try:
         accepted = [sink.send(b"x") for _ in range(20)]
         assert accepted == [True] * 10 + [False] * 10

@@ -9,6 +9,7 @@ import zmq
 import zmq.asyncio
 
 from tests.support.engines import some_gauges
+from tests.support.members import MEMBERSHIP
 from workers.api import FaultKind
 from workers.engine.gauges import EngineSilent, GaugeClient
 
@@ -17,7 +18,9 @@ from workers.engine.gauges import EngineSilent, GaugeClient
 async def answering(endpoint: str, *answers: bytes | None) -> AsyncIterator[None]:
     """An engine process that gives these answers in turn; None is no answer."""
     context = zmq.asyncio.Context()
+    gate = MEMBERSHIP.gate(context)
     socket = context.socket(zmq.ROUTER)
+    MEMBERSHIP.server(socket)
     socket.setsockopt(zmq.LINGER, 0)
     socket.bind(endpoint)
 
@@ -33,6 +36,7 @@ async def answering(endpoint: str, *answers: bytes | None) -> AsyncIterator[None
     finally:
         server.cancel()
         socket.close()
+        gate.stop()
         context.term()
 
 
@@ -42,7 +46,7 @@ GOOD = msgspec.msgpack.encode(some_gauges())
 async def test_gauges_arrive_as_the_engine_gave_them(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/g"
     async with answering(endpoint, GOOD, GOOD):
-        client = GaugeClient(endpoint)
+        client = GaugeClient(endpoint, MEMBERSHIP)
         answers = await asyncio.gather(client.ask(), client.ask())
         client.close()
 
@@ -52,7 +56,7 @@ async def test_gauges_arrive_as_the_engine_gave_them(tmp_path: Path) -> None:
 async def test_an_engine_that_misses_one_question_is_silent_and_can_answer_the_next(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/g"
     async with answering(endpoint, None, GOOD):
-        client = GaugeClient(endpoint, timeout_s=0.2)
+        client = GaugeClient(endpoint, MEMBERSHIP, timeout_s=0.2)
         with pytest.raises(EngineSilent) as caught:
             await client.ask()
         again = await client.ask()
@@ -65,14 +69,14 @@ async def test_an_engine_that_misses_one_question_is_silent_and_can_answer_the_n
 async def test_an_answer_that_is_not_gauges_is_a_fault(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/g"
     async with answering(endpoint, b"\xc1"):
-        client = GaugeClient(endpoint)
+        client = GaugeClient(endpoint, MEMBERSHIP)
         with pytest.raises(EngineSilent, match="not gauges"):
             await client.ask()
         client.close()
 
 
 async def test_nobody_at_the_endpoint_is_silence(tmp_path: Path) -> None:
-    client = GaugeClient(f"ipc://{tmp_path}/nobody", timeout_s=0.05)
+    client = GaugeClient(f"ipc://{tmp_path}/nobody", MEMBERSHIP, timeout_s=0.05)
     with pytest.raises(EngineSilent):
         await client.ask()
     client.close()

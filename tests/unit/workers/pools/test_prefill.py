@@ -49,3 +49,16 @@ async def test_prefill_failures_are_values(engine: ScriptedEngine, kind: FaultKi
 
     assert isinstance(answer, WorkerFault)
     assert answer.kind is kind
+
+
+async def test_pages_that_nobody_will_fetch_are_released_in_the_engine() -> None:
+    bench = Bench(ScriptedEngine())
+    replica = await bench.prefill_replica()
+
+    assert await replica.release("t1") is None
+    assert bench.engine.released == ["t1"]
+
+    bench.engine.silent = True
+    answer = await replica.release("t2")
+    assert isinstance(answer, WorkerFault)
+    assert answer.kind is FaultKind.ENGINE_DEAD
