@@ -148,8 +148,14 @@ def read_gateway_secrets(path: Path) -> GatewaySecrets:
 
 def build(plan: Plan) -> Any:
     """The Serve application, ready for `serve.run`."""
+    decode_class: type[Any] = DecodeDeployment
+    gateway_class: type[Any] = GatewayDeployment
+    if plan.config.testing.handle_arm:
+        from deploy.bench import BothWaysDecode, BothWaysGateway
+
+        decode_class, gateway_class = BothWaysDecode, BothWaysGateway
     prefill = _pool(PREFILL, PrefillDeployment, plan, Phase.PREFILL)
-    decode = _pool(DECODE, DecodeDeployment, plan, Phase.DECODE)
+    decode = _pool(DECODE, decode_class, plan, Phase.DECODE)
     gateway = serve.deployment(
         name=GATEWAY,
         num_replicas=1,
@@ -162,7 +168,7 @@ def build(plan: Plan) -> Any:
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,
         max_constructor_retry_count=1,
-    )(serve.ingress()(GatewayDeployment))
+    )(serve.ingress()(gateway_class))
     return gateway.bind(gateway_config(plan), str(plan.gateway_secrets), _watch(plan), prefill, decode)
 
 
@@ -205,7 +211,11 @@ def internal_host(_: Plan) -> str:
 
 
 def replica_config(plan: Plan) -> ReplicaConfig:
-    testing = {name: value for name, value in asdict(plan.config.testing).items() if value is not None}
+    testing = {
+        name: value
+        for name, value in asdict(plan.config.testing).items()
+        if value is not None and name != "handle_arm"
+    }
     mode: Literal["dev", "production"] = plan.config.mode
     return ReplicaConfig(
         profile=dump_profile(plan.profile),

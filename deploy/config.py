@@ -94,6 +94,10 @@ class TestingConfig:
     holds: str | None = None
     """Folder of barriers that keep requests in a stage; an absolute path."""
 
+    handle_arm: bool = False
+    """Serve the model a second time, as `ID-through-handle`: its tokens come through Serve handles instead of
+    the token bus. For `python -m load gateway-cost`."""
+
     def __post_init__(self) -> None:
         if self.holds is not None and not Path(self.holds).is_absolute():
             raise ValueError("holds must be an absolute path")

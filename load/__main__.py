@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from load import path, sweep
+from load import gateway_cost, path, sweep
 from load.servers import ServerFailed
 from load.stacks import SamplerMissing
 
@@ -18,6 +18,7 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module, help_ in (
         ("path", path, "the whole path next to one plain vLLM server"),
+        ("gateway-cost", gateway_cost, "processor time of a token's way, token bus next to Serve handle"),
         ("sweep", sweep, "one server under rising load, or Phasegate next to plain vLLM"),
     ):
         command = commands.add_parser(name, help=help_, allow_abbrev=False)

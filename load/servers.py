@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,11 +79,19 @@ class Phasegate:
 
 
 @contextmanager
-def phasegate(profile: Path) -> Iterator[Phasegate]:
-    """`phasegate up`, ready, and down again whatever happens."""
+def phasegate(profile: Path, settings: Mapping[str, Any] | None = None) -> Iterator[Phasegate]:
+    """`phasegate up`, ready, and down again whatever happens.
+
+    Args:
+        settings: of the configuration file; None: there is none.
+    """
     with tempfile.TemporaryDirectory(prefix="load-") as folder:
         state = Path(folder) / "state"
         up = [*_CLI, "up", "--profile", str(profile), "--state", str(state), "--port", str(free_port())]
+        if settings is not None:
+            file = Path(folder) / "system.yaml"
+            file.write_text(json.dumps(settings))  # which is YAML too
+            up += ["--config", str(file)]
         try:
             if subprocess.run([*up, "--detach"], cwd=ROOT, check=False).returncode:
                 raise ServerFailed("`phasegate up` failed")

@@ -93,11 +93,15 @@ class BusReceiver:
             return
         self._on_frame(frame)
         for item in frame.items:
-            take = self._takers.get(item.request_id)
-            if take is None:
-                self.unclaimed += 1
-            else:
-                take(item)
+            self.hand(item)
+
+    def hand(self, item: Item) -> None:
+        """Give an item to whoever subscribed to its request."""
+        take = self._takers.get(item.request_id)
+        if take is None:
+            self.unclaimed += 1
+        else:
+            take(item)
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:

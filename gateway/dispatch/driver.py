@@ -354,6 +354,7 @@ class Call:
             pages=handoff.pages if handoff is not None else 0,
             wire_bytes=handoff.wire_bytes if handoff is not None else 0,
             ttft_s=self.ttft_s,
+            engine_ttft_s=self.result.first_token_s if self.result is not None else None,
             seconds=seconds,
             tokens_per_s=rate,
         )

@@ -31,6 +31,8 @@ class RequestSummary:
     pages: int
     wire_bytes: int
     ttft_s: float | None
+    engine_ttft_s: float | None
+    """The part of it that decode's engine took, from its call to its first token."""
     seconds: float
     tokens_per_s: float | None
     """Of the tokens after the first one."""

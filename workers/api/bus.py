@@ -41,6 +41,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Frame)
+_item_decoder = msgspec.msgpack.Decoder(Item)
 
 
 def encode(frame: Frame) -> bytes:
@@ -54,3 +55,16 @@ def decode(data: bytes) -> Frame:
         msgspec.ValidationError, msgspec.DecodeError: not a frame.
     """
     return _decoder.decode(data)
+
+
+def encode_item(item: Item) -> bytes:
+    """One item by itself: where something else than the bus carries it."""
+    return _encoder.encode(item)
+
+
+def decode_item(data: bytes) -> Item:
+    """
+    Raises:
+        msgspec.ValidationError, msgspec.DecodeError: not an item.
+    """
+    return _item_decoder.decode(data)

@@ -32,6 +32,8 @@ class DecodeResult:
     """Prompt tokens found in this engine's own prefix cache."""
     handoff: HandoffReport | None
     seconds: float
+    first_token_s: float | None = None
+    """From the call to the engine's first token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,7 +51,7 @@ class DecodeReplica(Replica):
         try:
             async with asyncio.timeout(request.deadline_s) as limit:
                 place.under(limit)
-                ending = await self._produce(request, tokens, work)
+                ending, first_at = await self._produce(request, tokens, work)
                 await self._bus.flushed()
             work.note(
                 cached_tokens=ending.cached_tokens,
@@ -64,6 +64,7 @@ class DecodeReplica(Replica):
                 cached_tokens=ending.cached_tokens,
                 handoff=ending.handoff,
                 seconds=self._parts.now() - started,
+                first_token_s=first_at - started,
             )
         except asyncio.CancelledError:
             raise
@@ -87,7 +88,9 @@ class DecodeReplica(Replica):
             )
         return RefetchResult(first_index=from_index, token_ids=tokens)
 
-    async def _produce(self, request: DecodeRequest, tokens: list[int], work: Work) -> Ending:
+    async def _produce(self, request: DecodeRequest, tokens: list[int], work: Work) -> tuple[Ending, float]:
+        """How the answer ended, and when its first token came."""
+        first_at = 0.0
         await self._parts.holds.at("decode_called", request.request_id)
         ticket = await self._ticket(request, work.traceparent)
         self._bus.attach(request.gateway_id, request.bus_address)
@@ -99,6 +102,7 @@ class DecodeReplica(Replica):
                     stage = "decoding" if ending is None else "last_token"
                     await self._parts.holds.at(stage, request.request_id)
                 else:
+                    first_at = self._parts.now()
                     work.event("first_token")
                 item = Item(
                     request_id=request.request_id,
@@ -112,7 +116,7 @@ class DecodeReplica(Replica):
                 if ending is not None:
                     work.event("last_token")
                     work.transfer(ending.handoff)
-                    return ending
+                    return ending, first_at
         raise EngineFault(FaultKind.INTERNAL, "the engine's answer has no end")
 
     async def _ticket(self, request: DecodeRequest, traceparent: str) -> Ticket | None:
