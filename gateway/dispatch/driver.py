@@ -12,6 +12,7 @@ from typing import Any, Final, Self, TypeVar
 from gateway.dispatch import flow
 from gateway.dispatch.bus_receiver import BusReceiver
 from gateway.dispatch.fleet import Fleet
+from gateway.dispatch.inbox import Inbox
 from gateway.dispatch.pools import EnginePool
 from gateway.dispatch.summary import RequestSummary, Summaries
 from gateway.errors import RETRY_AFTER_S, ApiError, EnginesUnavailable, StreamIncomplete, for_fault
@@ -91,7 +92,7 @@ class Call:
         self._trace = job.trace
         self._traceparent = job.trace.traceparent
         self._transfer_id = secrets.token_hex(16)
-        self._events: asyncio.Queue[flow.Event] = asyncio.Queue()
+        self._events: Inbox[flow.Event] = Inbox()
         self._tasks: dict[Phase, asyncio.Task[None]] = {}
         self._refetch: asyncio.Task[None] | None = None
         self._refetches = 0
@@ -155,26 +156,34 @@ class Call:
             await asyncio.wait(running, timeout=1.0)
 
     async def tokens(self) -> AsyncGenerator[tuple[int, ...]]:
-        """Accepted output tokens, in order."""
+        """Accepted output tokens, in order: all that came since the last ones were taken."""
         while True:
-            for action in self._advance(await self._events.get()):
-                match action:
-                    case flow.Emit():
-                        if self._first_at is None:
-                            self._first_at = self._s.now()
-                        self._trace.delivered()
-                        self.billed_tokens += len(action.token_ids)
-                        yield action.token_ids
-                    case flow.Finish():
-                        self.result, self._status = action.result, "finished"
-                        self._trace.complete()
-                        return
-                    case flow.Fail():
-                        error = self._failure(action.fault)
-                        self._status = error.code
-                        raise error
-                    case flow.Abandon():
-                        return
+            fresh: tuple[int, ...] = ()
+            last: flow.Action | None = None
+            for event in await self._events.take():
+                for action in self._advance(event):
+                    match action:
+                        case flow.Emit():
+                            fresh = (*fresh, *action.token_ids) if fresh else action.token_ids
+                        case flow.Finish() | flow.Fail() | flow.Abandon():
+                            last = action
+            if fresh:
+                if self._first_at is None:
+                    self._first_at = self._s.now()
+                self._trace.delivered()
+                self.billed_tokens += len(fresh)
+                yield fresh  # the reader may find a stop string and not come back for how decode ended
+            match last:
+                case flow.Finish():
+                    self.result, self._status = last.result, "finished"
+                    self._trace.complete()
+                    return
+                case flow.Fail():
+                    error = self._failure(last.fault)
+                    self._status = error.code
+                    raise error
+                case flow.Abandon():
+                    return
 
     def stop(self, unused_tokens: int) -> None:
         """A stop string is complete: ends both calls. The last `unused_tokens` came after it, unbilled."""
@@ -212,7 +221,7 @@ class Call:
     # News ---------------------------------------------------------------------------------------
 
     def _tell(self, event: flow.Event) -> None:
-        self._events.put_nowait(event)
+        self._events.put(event)
 
     def _on_item(self, item: Item) -> None:
         self._tell(flow.Arrived(item.attempt, item.first_index, item.token_ids))

@@ -8,9 +8,11 @@ Facts that shape it:
   - after the end every event is old news.
 """
 
-from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from workers.api import DecodeResult, FaultKind
 
@@ -31,8 +33,7 @@ Fault = FaultKind | StreamFault
 # Events -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Arrived:
+class Arrived(msgspec.Struct, frozen=True):
     """Tokens from the bus or from a refetch; `first_index` is the first one's place in the output."""
 
     attempt: int
@@ -40,76 +41,63 @@ class Arrived:
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeReturned:
+class DecodeReturned(msgspec.Struct, frozen=True):
     attempt: int
     result: DecodeResult
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeFailed:
+class DecodeFailed(msgspec.Struct, frozen=True):
     """The call has ended."""
 
     attempt: int
     fault: FaultKind
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillReturned:
+class PrefillReturned(msgspec.Struct, frozen=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillFailed:
+class PrefillFailed(msgspec.Struct, frozen=True):
     """The call has ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillLost:
+class PrefillLost(msgspec.Struct, frozen=True):
     """The replica is gone or silent. Its call may never return, and neither will its pages."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeLost:
+class DecodeLost(msgspec.Struct, frozen=True):
     """The replica is gone or silent. Its call may never return."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
+class Settled(msgspec.Struct, frozen=True):
     """The time that bus frames may lag behind the control call is over."""
 
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refetched:
+class Refetched(msgspec.Struct, frozen=True):
     attempt: int
     first_index: int
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RefetchFailed:
+class RefetchFailed(msgspec.Struct, frozen=True):
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class StopFound:
+class StopFound(msgspec.Struct, frozen=True):
     """A stop string is complete: the answer ends here, whatever decode still makes."""
 
 
-@dataclass(frozen=True, slots=True)
-class ClientGone:
+class ClientGone(msgspec.Struct, frozen=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
+class DeadlinePassed(msgspec.Struct, frozen=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class GatewayLeaves:
+class GatewayLeaves(msgspec.Struct, frozen=True):
     """This gateway is told to stop, and the time that requests had to finish is over."""
 
 
@@ -134,57 +122,47 @@ Event = (
 # Actions ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class CallPrefill:
+class CallPrefill(msgspec.Struct, frozen=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class CallDecode:
+class CallDecode(msgspec.Struct, frozen=True):
     attempt: int
     with_transfer: bool
 
 
-@dataclass(frozen=True, slots=True)
-class CancelPrefill:
+class CancelPrefill(msgspec.Struct, frozen=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class CancelDecode:
+class CancelDecode(msgspec.Struct, frozen=True):
     pass
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitSettling:
+class AwaitSettling(msgspec.Struct, frozen=True):
     attempt: int
 
 
-@dataclass(frozen=True, slots=True)
-class Refetch:
+class Refetch(msgspec.Struct, frozen=True):
     attempt: int
     from_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(msgspec.Struct, frozen=True):
     """The answer is complete. `result` is None when a stop string ended it before decode did."""
 
     result: DecodeResult | None
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     fault: Fault
 
 
-@dataclass(frozen=True, slots=True)
-class Abandon:
+class Abandon(msgspec.Struct, frozen=True):
     """The client left: nothing more to say to anyone."""
 
 
@@ -205,8 +183,7 @@ Action = (
 # State --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class State(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 0
     received: int = 0
     """Tokens accepted; the index that is due."""
@@ -300,15 +277,9 @@ def _refetched(state: State, answer: Refetched) -> Step:
 
 def _accept(state: State, token_ids: tuple[int, ...]) -> Step:
     """Take tokens at the index that is due, and whatever of `early` then fits."""
-    first, fresh = state.received == 0, token_ids
-    due = state.received + len(token_ids)
-    later: list[Arrived] = []
-    for item in sorted(state.early, key=lambda early: early.first_index):
-        if item.first_index == due:
-            fresh, due = (*fresh, *item.token_ids), due + len(item.token_ids)
-        elif item.first_index > due:
-            later.append(item)
-    state = replace(state, received=due, early=tuple(later), refetches=0)
+    first = state.received == 0
+    fresh, due, later = _with_early(state, token_ids)
+    state = replace(state, received=due, early=later, refetches=0)
     actions: tuple[Action, ...] = (Emit(fresh),) if fresh else ()
     if first and fresh and state.prefill_running:
         # Decode has begun, so it needs nothing more from prefill.
@@ -317,6 +288,18 @@ def _accept(state: State, token_ids: tuple[int, ...]) -> Step:
     if not more and state.early and not state.refetching and not state.ended:
         state, more = _recover(state)
     return state, (*actions, *more)
+
+
+def _with_early(state: State, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], int, tuple[Arrived, ...]]:
+    """All tokens that can be taken now, the index that is due then, and what still lies beyond a gap."""
+    fresh, due = token_ids, state.received + len(token_ids)
+    later: list[Arrived] = []
+    for item in sorted(state.early, key=lambda early: early.first_index):
+        if item.first_index == due:
+            fresh, due = (*fresh, *item.token_ids), due + len(item.token_ids)
+        elif item.first_index > due:
+            later.append(item)
+    return fresh, due, tuple(later)
 
 
 def _settle(state: State) -> Step:

@@ -43,6 +43,8 @@ class Generation:
 
     def _take(self, token_ids: tuple[int, ...]) -> tuple[str, bool]:
         """Text of these tokens; True if one of them completed a stop string."""
+        if self._finder.idle:
+            return "".join(map(self._detokeniser.push, token_ids)), False
         ready: list[str] = []
         for place, token_id in enumerate(token_ids, start=1):
             found = self._finder.push(self._detokeniser.push(token_id))

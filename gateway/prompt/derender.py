@@ -51,6 +51,11 @@ class StopFinder:
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
 
+    @property
+    def idle(self) -> bool:
+        """There is nothing to find: text may pass it by."""
+        return not self._stops
+
     def push(self, text: str) -> Found:
         if not self._stops:
             return Found(text, stopped=False)

@@ -46,12 +46,13 @@ class Chat:
         self._model = model
         self._created = created
         self._include_usage = include_usage
+        self._pieces = sse.TextFrames(lambda text: self._chunk_data({"content": text}, None))
 
     def opening(self) -> bytes:
         return self._chunk({"role": "assistant", "content": ""}, None)
 
     def piece(self, text: str) -> bytes:
-        return self._chunk({"content": text}, None)
+        return self._pieces.frame(text)
 
     def closing(self, generation: Generation) -> bytes:
         finish = self._chunk({}, generation.finish_reason.value)
@@ -71,8 +72,11 @@ class Chat:
         return self._head("chat.completion") | {"choices": [choice], "usage": wording(generation)}
 
     def _chunk(self, delta: dict[str, str], finish_reason: str | None) -> bytes:
+        return sse.frame(self._chunk_data(delta, finish_reason))
+
+    def _chunk_data(self, delta: dict[str, str], finish_reason: str | None) -> dict[str, Any]:
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
-        return sse.frame(self._head("chat.completion.chunk") | {"choices": [choice]})
+        return self._head("chat.completion.chunk") | {"choices": [choice]}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._answer_id, "object": kind, "created": self._created, "model": self._model}
