@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, Metric
 
 from gateway.errors import ApiError
+from gateway.step_histogram import StepHistogram
 from workers.api import FaultKind, Phase
 
 _FIRST_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -95,12 +96,12 @@ class GatewayMetrics:
             buckets=_FIRST_BUCKETS,
             registry=registry,
         )
-        self.gap_seconds: Final = Histogram(
+        self.gap_seconds: Final = StepHistogram(
             "phasegate_inter_token_seconds",
             "Between one arrival of tokens and the next, in one request.",
-            buckets=_TOKEN_BUCKETS,
-            registry=registry,
+            _TOKEN_BUCKETS,
         )
+        registry.register(self.gap_seconds)
         self._per_token_seconds = Histogram(
             "phasegate_time_per_output_token_seconds",
             "Of each finished request: from the first token to the last, over the tokens after the first.",

@@ -29,7 +29,7 @@ class HandleDecode(DecodeReplica):
             yield refused
             return
         started = self._parts.now()
-        with self._parts.spans.work("decode", request.request_id, request.traceparent) as work:
+        with self._parts.telemetry.work("decode", request.request_id, request.traceparent) as work:
             try:
                 ticket = await self._ticket(request, work.traceparent)
                 sent, first_at = 0, started
