@@ -97,7 +97,7 @@ async def running_gateway(
         request_timeout_s=request_timeout_s,
         summaries=Summaries(),
         metrics=telemetry.metrics,
-        settle_s=0.02,
+        settle_s=0.2,
     )
     facts = ModelFacts(id=MODEL, aliases=("small",), model_dir="", context_length=200, block_size=16)
     models = tuple(
