@@ -5,6 +5,7 @@ reads the cluster's state: secrets are read inside the gateway's replica, from a
 """
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -17,6 +18,7 @@ from deploy.config import SystemConfig, TracingConfig
 from deploy.logs import log_to_file
 from deploy.membership import of_this_system
 from deploy.serve_listener import bind_internal_server
+from deploy.serve_shutdown import when_told_to_stop
 from deploy.state import read_private
 from deploy.tracing import Process, ProcessTracing, start_tracing
 from gateway.config import GatewayConfig, GatewaySecrets, ModelFacts
@@ -39,6 +41,8 @@ GATEWAY: Final = "Gateway"
 
 MARGIN: Final = 16
 """Status, attach and refetch calls that a replica takes while it is full of requests."""
+CUT_MARGIN_S: Final = 5.0
+"""From the last words to requests in flight, when their time is over, until Serve kills the replica."""
 LOGICAL_CPUS: Final = 0.1
 """Cores are shared: what a replica may use is set by its threads, not by Ray's accounting."""
 
@@ -55,8 +59,6 @@ class Plan:
     logs: Path
     """Each replica writes a file of its own here."""
     device: Device = "cpu"
-    shutdown_grace_s: float = 10.0
-    """How long a replica that is told to stop may finish what is in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,7 @@ class PrefillDeployment(PrefillReplica):
             config, real_parts(config, Phase.PREFILL, _replica_id(), telemetry, of_this_system())
         )
         await self.start()
+        when_told_to_stop(partial(self.drain, config.shutdown_grace_s))
 
     async def __del__(self) -> None:
         await self.stop()
@@ -95,6 +98,7 @@ class DecodeDeployment(DecodeReplica):
         telemetry = Telemetry(self._tracing.tracer)
         super().__init__(config, real_parts(config, Phase.DECODE, _replica_id(), telemetry, of_this_system()))
         await self.start()
+        when_told_to_stop(partial(self.drain, config.shutdown_grace_s))
 
     async def __del__(self) -> None:
         await self.stop()
@@ -111,6 +115,8 @@ class GatewayDeployment(GatewayReplica):
         telemetry = GatewayTelemetry(self._tracing.tracer)
         super().__init__(config, secrets, prefill, decode, membership=of_this_system(), telemetry=telemetry)
         await self.start()
+        # Serve sends it nothing new then: refusing what is already on its way would help nobody.
+        when_told_to_stop(partial(self.drain, config.shutdown_grace_s, refuse_new=False))
 
     def __serve_build_asgi_app__(self) -> Any:
         return AsgiApp(self.asgi)
@@ -163,7 +169,7 @@ def build(plan: Plan) -> Any:
         max_queued_requests=plan.config.limits.max_queued,
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
         ray_actor_options=_actor_options(gateway_environment()),
-        graceful_shutdown_timeout_s=plan.shutdown_grace_s,
+        graceful_shutdown_timeout_s=plan.config.limits.shutdown_grace_s + CUT_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,
@@ -184,7 +190,7 @@ def _pool(name: str, cls: type[Any], plan: Plan, phase: Phase) -> Any:
         ray_actor_options=_actor_options(
             engine_environment(plan.profile, phase, plan.device, internal_host(plan))
         ),
-        graceful_shutdown_timeout_s=plan.shutdown_grace_s,
+        graceful_shutdown_timeout_s=plan.config.limits.shutdown_grace_s + CUT_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5.0,
         health_check_timeout_s=30.0,
@@ -224,6 +230,7 @@ def replica_config(plan: Plan) -> ReplicaConfig:
         device=plan.device,
         mode=mode,
         testing=testing,
+        shutdown_grace_s=plan.config.limits.shutdown_grace_s,
     )
 
 
@@ -243,6 +250,7 @@ def gateway_config(plan: Plan) -> GatewayConfig:
         max_in_flight=limits.max_in_flight,
         request_timeout_s=limits.request_timeout_s,
         silence_s=limits.silence_s,
+        shutdown_grace_s=limits.shutdown_grace_s,
         proxy_labels=True,
         holds=plan.config.testing.holds,
     )

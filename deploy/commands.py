@@ -134,8 +134,8 @@ def down(options: Namespace) -> int:
     runtime = read_runtime(state)
     if runtime is None:
         raise StateError(f"a supervisor is just starting or ending with {state.root}: try again")
-    control.ask(runtime.control_socket, "POST", "/stop")
-    deadline = time.monotonic() + DOWN_TIMEOUT_S
+    grace_s = float(control.ask(runtime.control_socket, "POST", "/stop")["grace_s"])
+    deadline = time.monotonic() + DOWN_TIMEOUT_S + grace_s
     while held(state):
         if time.monotonic() > deadline:
             log = state.logs / "supervisor.log"

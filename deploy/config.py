@@ -64,6 +64,8 @@ class LimitsConfig:
     """For which a client may send none of its body, or take none of its answer."""
     keep_alive_s: Seconds = 75.0
     """For which a connection may stay open between two requests."""
+    shutdown_grace_s: Annotated[float, AllowInfNan(False), Ge(0), Le(3600)] = 10.0
+    """How long requests in flight may go on when the system, or a part of it, is told to stop."""
     request_timeout_s: Seconds = 600.0
     """From a request's arrival to its last token."""
     silence_s: Annotated[float, AllowInfNan(False), Ge(3)] = 10.0

@@ -107,8 +107,10 @@ class ServeFleet:
 class ControlServer:
     """Runs in a thread of its own, so that it answers while the supervisor starts, waits and stops."""
 
-    def __init__(self, path: Path, stop: Callable[[], None]) -> None:
+    def __init__(self, path: Path, stop: Callable[[], None], *, grace_s: float = 0.0) -> None:
+        """`grace_s`: how long requests in flight may go on after a stop, for who waits for its end."""
         self._path = path
+        self._grace_s = grace_s
         self._stop = stop
         self._fleet: Fleet = NoFleet()
         self._phase = "starting"
@@ -186,7 +188,7 @@ class ControlServer:
 
     async def _stop_route(self, _: Request) -> Response:
         self._stop()
-        return JSONResponse({"pid": os.getpid(), "was": self._phase})
+        return JSONResponse({"pid": os.getpid(), "was": self._phase, "grace_s": self._grace_s})
 
 
 def status_json(replicas: list[ReplicaStatus], gateways: list[dict[str, Any]]) -> dict[str, Any]:

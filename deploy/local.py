@@ -124,7 +124,9 @@ class Supervisor:
         # Temporary files of every process of the system go with the system.
         os.environ["TMPDIR"] = runtime.scratch
         undo.callback(os.environ.pop, "TMPDIR", None)
-        control = ControlServer(Path(runtime.control_socket), stop_self)
+        control = ControlServer(
+            Path(runtime.control_socket), stop_self, grace_s=self._config.limits.shutdown_grace_s
+        )
         undo.callback(control.close)
         control.start()
 
@@ -183,6 +185,7 @@ class Supervisor:
             logs=self._state.logs,
         )
         cluster.deploy(app.build(plan))
+        undo.callback(cluster.drain, self._config.limits.shutdown_grace_s, self._say)
         self._await_application()
 
     def _await_application(self) -> None:

@@ -36,6 +36,8 @@ class GatewayConfig:
     """From arrival to the last token."""
     proxy_labels: bool = False
     """A proxy in front gives requests an `x-request-id` and returns it on answers, as Serve's does."""
+    shutdown_grace_s: float = 10.0
+    """How long requests in flight may go on when this gateway is told to stop."""
     holds: str | None = None
     """Folder of barriers for tests, in mode `dev` only: see `kv_transfer.testing.holds`."""
     silence_s: float = 10.0

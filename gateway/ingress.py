@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import time
-from typing import Any
+from typing import Any, Final
 
 from starlette.types import Receive, Scope, Send
 
@@ -16,12 +17,18 @@ from gateway.dispatch.bus_receiver import BusReceiver
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.pools import EnginePool, ServePool
 from gateway.dispatch.summary import Summaries
+from gateway.drain import Drain
 from gateway.prompt.render import Renderer, VllmRenderer
 from gateway.services import Capacity, ServedModel, Services
 from gateway.telemetry import Telemetry
 from gateway.tenants.store import TenantStore, wall_clock
 from kv_transfer.api import Membership
 from kv_transfer.testing.holds import holds_in
+
+CUT_S: Final = 3.0
+"""Until those that were told to end have sent their last words, also to a client that does not read."""
+
+log = logging.getLogger(__name__)
 
 
 class Gateway:
@@ -51,6 +58,7 @@ class Gateway:
         self._bus = BusReceiver(config.host, self._fleet.heard, membership)
         self._metrics.watch_bus(self._bus)
         self._capacity = Capacity(config.max_in_flight)
+        self._drain = Drain()
         self._watch: asyncio.Task[None] | None = None
         engines = driver.Services(
             pool=pool,
@@ -61,6 +69,7 @@ class Gateway:
             request_timeout_s=config.request_timeout_s,
             summaries=self._summaries,
             metrics=self._metrics,
+            drain=self._drain,
         )
         self.app = create_app(
             Services(
@@ -69,6 +78,7 @@ class Gateway:
                 models=(ServedModel(facts=config.model, renderer=renderer, engines=engines),),
                 capacity=self._capacity,
                 wall_clock=wall_clock,
+                drain=self._drain,
                 holds=holds_in(config.holds),
                 telemetry=telemetry,
             )
@@ -78,6 +88,29 @@ class Gateway:
         """Bind the bus and begin to attach replicas. Needs the event loop that will serve requests."""
         self._bus.start()
         self._watch = asyncio.create_task(self._fleet.watch(self._bus.address), name="fleet-watch")
+
+    async def drain(self, grace_s: float, *, refuse_new: bool) -> dict[str, int]:
+        """Return when nothing is in flight: after `grace_s` what is left ends in `ShuttingDown`.
+
+        Args:
+            refuse_new: False where somebody else sees to it that nothing new comes.
+
+        Returns:
+            How many requests were in flight, and how many of them were cut.
+        """
+        found = self._capacity.in_flight
+        if refuse_new:
+            self._drain.refuse()
+        await self._until_empty(grace_s)
+        cut = self._drain.cut()
+        await self._until_empty(CUT_S)
+        log.info("gateway.drained found=%d cut=%d left=%d", found, cut, self._capacity.in_flight)
+        return {"found": found, "cut": cut}
+
+    async def _until_empty(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._capacity.empty()
 
     async def close(self) -> None:
         if self._watch is not None:
@@ -160,6 +193,10 @@ class GatewayReplica:
     async def request_summary(self, request_id: str) -> dict[str, Any] | None:
         """Figures of one of the last 1,024 finished requests: see `RequestSummary`. No text."""
         return self._gateway.request_summary(request_id)
+
+    async def drain(self, grace_s: float, refuse_new: bool = True) -> dict[str, int]:
+        """See `Gateway.drain`."""
+        return await self._gateway.drain(grace_s, refuse_new=refuse_new)
 
     async def close(self) -> None:
         await self._gateway.close()

@@ -1,5 +1,6 @@
 """What the HTTP layer works with: built once per gateway, passed explicitly."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from typing import Protocol
 
 from gateway.config import GatewayConfig, ModelFacts
 from gateway.dispatch import driver
+from gateway.drain import Drain
 from gateway.errors import RETRY_AFTER_S, OutOfCapacity
 from gateway.prompt.render import Renderer
 from gateway.telemetry import Telemetry
@@ -24,6 +26,8 @@ class Capacity:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
+        self._empty = asyncio.Event()
+        self._empty.set()
         self.in_flight = 0
 
     @contextmanager
@@ -32,10 +36,17 @@ class Capacity:
         if self.in_flight >= self._limit:
             raise OutOfCapacity(retry_after_s=RETRY_AFTER_S)
         self.in_flight += 1
+        self._empty.clear()
         try:
             yield
         finally:
             self.in_flight -= 1
+            if self.in_flight == 0:
+                self._empty.set()
+
+    async def empty(self) -> None:
+        """Return when nothing is in flight."""
+        await self._empty.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +64,7 @@ class Services:
     capacity: Capacity
     wall_clock: Callable[[], float]
     """Unix seconds, for `created`."""
+    drain: Drain = field(default_factory=Drain)
     holds: Holds = field(default_factory=NoHolds)
     """Barriers on purpose, for tests."""
     telemetry: Telemetry = field(default_factory=Telemetry)

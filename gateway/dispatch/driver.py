@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -15,7 +16,16 @@ from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.inbox import Inbox
 from gateway.dispatch.pools import EnginePool
 from gateway.dispatch.summary import RequestSummary, Summaries
-from gateway.errors import RETRY_AFTER_S, ApiError, EnginesUnavailable, StreamIncomplete, for_fault
+from gateway.drain import Drain
+from gateway.errors import (
+    DRAIN_RETRY_AFTER_S,
+    RETRY_AFTER_S,
+    ApiError,
+    EnginesUnavailable,
+    ShuttingDown,
+    StreamIncomplete,
+    for_fault,
+)
 from gateway.metrics import GatewayMetrics, Stage
 from gateway.routing.policy import choose
 from gateway.routing.snapshot import Ask
@@ -68,6 +78,7 @@ class Services:
     request_timeout_s: float
     summaries: Summaries
     metrics: GatewayMetrics
+    drain: Drain = field(default_factory=Drain)
     settle_s: float = SETTLE_S
     now: Callable[[], float] = time.monotonic
     _aside: set[asyncio.Task[None]] = field(default_factory=set, repr=False)
@@ -97,6 +108,7 @@ class Call:
         self._refetch: asyncio.Task[None] | None = None
         self._refetches = 0
         self._timers: list[asyncio.TimerHandle] = []
+        self._leaving = ExitStack()
         self._state = flow.State()
         self._prefill_replica: str | None = None
         self._decode_replica = ""
@@ -122,6 +134,7 @@ class Call:
         self._decode_replica = self._place(Phase.DECODE)
         loop = asyncio.get_running_loop()
         self._timers.append(loop.call_later(self._s.request_timeout_s, self._tell, flow.DeadlinePassed()))
+        self._leaving.enter_context(self._s.drain.inside(lambda: self._tell(flow.GatewayLeaves())))
         self._s.bus.subscribe(self._job.request_id, self._on_item)
         if self._prefill_replica:
             self._s.fleet.enter(
@@ -138,6 +151,7 @@ class Call:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._advance(flow.ClientGone())
+        self._leaving.close()
         for timer in self._timers:
             timer.cancel()
         if self._refetch is not None:
@@ -337,7 +351,13 @@ class Call:
 
     def _failure(self, fault: flow.Fault) -> ApiError:
         log.warning("request.failed request_id=%s fault=%s", self._job.request_id, fault)
-        return StreamIncomplete() if isinstance(fault, flow.StreamFault) else for_fault(fault)
+        match fault:
+            case flow.StreamFault.INCOMPLETE:
+                return StreamIncomplete()
+            case flow.StreamFault.SHUTTING_DOWN:
+                return ShuttingDown(retry_after_s=DRAIN_RETRY_AFTER_S)
+            case _:
+                return for_fault(fault)
 
     def _summary(self) -> RequestSummary:
         seconds = self._s.now() - self._started

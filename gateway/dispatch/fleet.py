@@ -27,6 +27,8 @@ class Member:
     heard_at: float
     gauges: Gauges | None = None
     silent: bool = False
+    leaving: bool = False
+    """Serve lists it no more: it finishes what it has, and gets nothing new."""
     on_lost: dict[str, Callable[[], None]] = field(default_factory=dict)
     """By request id: the requests this gateway has in the replica."""
 
@@ -69,7 +71,7 @@ class Fleet:
                 ),
             )
             for replica_id, member in self._members.items()
-            if member.info.phase is phase and not member.silent
+            if member.info.phase is phase and not (member.silent or member.leaving)
         )
 
     def info(self, replica_id: str) -> ReplicaInfo:
@@ -118,13 +120,19 @@ class Fleet:
         for phase in Phase:
             for replica_id in self._pool.replicas(phase):
                 seen.add(replica_id)
+                if (member := self._members.get(replica_id)) is not None:
+                    member.leaving = False
                 if replica_id not in self._members and replica_id not in self._attaching:
                     task = asyncio.create_task(self._attach(phase, replica_id, bus_address))
                     self._attaching[replica_id] = task
         for replica_id in self._members.keys() - seen:
-            member = self._members.pop(replica_id)
-            self._by_engine.pop(member.info.engine_id, None)
-            self._lose(replica_id, member, LostReplica.REMOVED)
+            member = self._members[replica_id]
+            if not member.leaving:
+                log.info("engine.leaving replica=%s requests=%d", replica_id, len(member.on_lost))
+                member.leaving = True
+            if not member.on_lost:
+                del self._members[replica_id]
+                self._by_engine.pop(member.info.engine_id, None)
 
     async def _attach(self, phase: Phase, replica_id: str, bus_address: str) -> None:
         try:
@@ -150,7 +158,8 @@ class Fleet:
         for replica_id, member in self._members.items():
             if not member.silent and self._now() - member.heard_at > self._silence_s:
                 member.silent = True
-                self._lose(replica_id, member, LostReplica.SILENT)
+                why = LostReplica.REMOVED if member.leaving else LostReplica.SILENT
+                self._lose(replica_id, member, why)
 
     def _lose(self, replica_id: str, member: Member, why: LostReplica) -> None:
         self._count_lost(why)

@@ -60,6 +60,7 @@ async def complete(
     request_id, receive = request_id_of(request.scope), remembering(request.receive)
     async with AsyncExitStack() as stack:
         await services.holds.at("before_admission", request_id)
+        services.drain.check()
         stack.enter_context(services.capacity.slot())
         trace = trace_of(request.scope)
         trace.enter(Stage.RENDER)

@@ -34,7 +34,8 @@ class ScriptedEngine:
     """Raised by requests, after the steps."""
     start_fails: bool = False
     hang_after: int | None = None
-    """Stop for good after so many steps; `reached` is set then."""
+    """Stop after so many steps, until `go_on`; `reached` is set then."""
+    go_on: asyncio.Event = field(default_factory=asyncio.Event)
     silent: bool = False
     reached: asyncio.Event = field(default_factory=asyncio.Event)
     tickets: dict[str, Ticket | None] = field(default_factory=dict)
@@ -77,7 +78,7 @@ class ScriptedEngine:
     async def _hang_at(self, index: int) -> None:
         if index == self.hang_after:
             self.reached.set()
-            await asyncio.Event().wait()
+            await self.go_on.wait()
 
     def _ending(self) -> Ending:
         return Ending(reason=self.finish, cached_tokens=self.cached_tokens, handoff=self.handoff)

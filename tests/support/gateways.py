@@ -14,6 +14,7 @@ from gateway.dispatch import driver
 from gateway.dispatch.bus_receiver import BusReceiver
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.summary import Summaries
+from gateway.drain import Drain
 from gateway.errors import StateUnavailable
 from gateway.services import Capacity, ServedModel, Services
 from gateway.telemetry import Telemetry
@@ -61,6 +62,7 @@ class TestGateway:
     fleet: Fleet
     summaries: Summaries
     capacity: Capacity
+    drain: Drain
     client: httpx.AsyncClient
 
 
@@ -84,7 +86,7 @@ async def running_gateway(
 ) -> AsyncIterator[TestGateway]:
     """Afterwards nothing may be left over: no call, no subscription, no slot."""
     telemetry = telemetry if telemetry is not None else Telemetry()
-    pool, clock = FakePool(script), ManualClock()
+    pool, clock, drain = FakePool(script), ManualClock(), Drain()
     fleet = Fleet(pool, gateway_id="g1", silence_s=10.0, now=clock.now, sleep=_never)
     bus = BusReceiver("127.0.0.1", fleet.heard, MEMBERSHIP)
     bus.start()
@@ -98,6 +100,7 @@ async def running_gateway(
         summaries=Summaries(),
         metrics=telemetry.metrics,
         settle_s=0.2,
+        drain=drain,
     )
     facts = ModelFacts(id=MODEL, aliases=("small",), model_dir="", context_length=200, block_size=16)
     models = tuple(
@@ -114,6 +117,7 @@ async def running_gateway(
             capacity=capacity,
             wall_clock=lambda: 1.7e9,
             telemetry=telemetry,
+            drain=drain,
         )
     )
     if attach:
@@ -122,7 +126,7 @@ async def running_gateway(
             await asyncio.sleep(0)
         assert fleet.ready()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
-        yield TestGateway(app, pool, keys, bus, fleet, engines.summaries, capacity, client)
+        yield TestGateway(app, pool, keys, bus, fleet, engines.summaries, capacity, drain, client)
     await bus.close()
     pool.close()
     assert (capacity.in_flight, bus.subscribed, fleet.in_flight) == (0, 0, 0), "something was left over"

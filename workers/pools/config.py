@@ -30,6 +30,9 @@ class ReplicaConfig:
     of another request. `holds: FOLDER` watches barriers there: see `kv_transfer.testing.holds`.
     """
 
+    shutdown_grace_s: float = 10.0
+    """How long requests inside may go on when the replica is told to stop."""
+
     def __post_init__(self) -> None:
         unknown = sorted(set(self.testing) - {"drop_bus_frame", "foreign_pages", "holds"})
         if unknown:

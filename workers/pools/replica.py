@@ -129,11 +129,17 @@ class Replica:
         self._beating = asyncio.create_task(self._beat(gauges))
         log.info("%s replica %s ready, engine %s", self.phase, self._parts.replica_id, self._parts.engine_id)
 
-    async def drain(self) -> None:
-        """Take nothing new; return when nobody is inside."""
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing new; return when nobody is inside. After `grace_s` who is left ends with a fault."""
         if self._intake.stage is Stage.READY:
             self._intake.move(Stage.DRAINING)
-        await self._idle.wait()
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            cut = self._places.end(FaultKind.DRAINING, "the replica stops", lambda _: True)
+            log.warning("%s replica %s stops: %d requests cut", self.phase, self._parts.replica_id, cut)
+            await self._idle.wait()
 
     async def stop(self) -> None:
         """End the engine. Requests still inside end with a fault. May be called twice."""

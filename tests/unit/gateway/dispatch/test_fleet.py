@@ -53,16 +53,46 @@ async def test_silent_replica_loses_its_requests_and_is_not_chosen_until_it_spea
     assert len(watched.fleet.candidates(Phase.DECODE)) == 1
 
 
-async def test_removed_replica_loses_its_requests_at_once(watched: Watched) -> None:
+async def test_a_replica_on_its_way_out_gets_nothing_new_and_finishes_what_it_has(watched: Watched) -> None:
+    """Serve lists a replica no more as soon as it is told to stop: it still has its grace."""
+    lost: list[str] = []
+    watched.fleet.enter("d1", "r1", lambda: lost.append("r1"))
+    watched.pool.present[Phase.DECODE] = ()
+    for _ in range(40):
+        await watched.clock.advance(0.5)
+        watched.hear("d1")
+
+    assert not watched.fleet.ready()
+    assert (lost, watched.fleet.in_flight) == ([], 1)
+    assert watched.fleet.info("d1").replica_id == "d1"
+
+    watched.fleet.leave("d1", "r1")
+    await watched.clock.advance(0.3)
+    with pytest.raises(KeyError):
+        watched.fleet.info("d1")
+
+
+async def test_a_removed_replica_that_falls_silent_loses_its_requests(watched: Watched) -> None:
     lost: list[str] = []
     watched.fleet.enter("d1", "r1", lambda: lost.append("r1"))
     watched.fleet.enter("d1", "r2", lambda: lost.append("r2"))
     watched.fleet.leave("d1", "r2")
     watched.pool.present[Phase.DECODE] = ()
-    await watched.clock.advance(0.3)
+    await watched.clock.advance(10.5)
 
     assert lost == ["r1"]
-    assert not watched.fleet.ready()
+    with pytest.raises(KeyError):
+        watched.fleet.info("d1")
+
+
+async def test_a_replica_that_is_listed_again_is_used_again(watched: Watched) -> None:
+    watched.fleet.enter("d1", "r1", lambda: None)
+    watched.pool.present[Phase.DECODE] = ()
+    await watched.clock.advance(0.3)
+    watched.pool.present[Phase.DECODE] = ("d1",)
+    await watched.clock.advance(0.3)
+
+    assert watched.fleet.ready()
 
 
 async def test_load_is_the_larger_of_the_replicas_word_and_our_own_count(watched: Watched) -> None:

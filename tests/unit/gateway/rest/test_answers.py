@@ -242,18 +242,21 @@ async def test_fault_after_the_first_token_is_an_event_and_no_done() -> None:
     assert summary["status"] == "engine_lost"
 
 
-async def test_replica_that_disappears_ends_its_streams_at_once() -> None:
-    async with running_gateway(Script(hold_at=2)) as gateway:
+async def test_replica_on_its_way_out_finishes_its_streams() -> None:
+    script = Script(hold_at=2)
+    async with running_gateway(script) as gateway:
         exchange = Exchange(gateway.app, RUN, ASK | {"stream": True}, AUTH)
         assert (await exchange.message())["status"] == 200
         await exchange.message()
         gateway.pool.present = dict.fromkeys(gateway.pool.present, ())
         gateway.fleet.refresh(gateway.bus.address)
+        refused = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+        script.release.set()
         await asyncio.wait_for(exchange.task, 5)
         bodies = [exchange_body async for exchange_body in _rest(exchange)]
 
-    assert b"engine_lost" in b"".join(bodies)
-    assert b"[DONE]" not in b"".join(bodies)
+    assert b"[DONE]" in b"".join(bodies)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engines_unavailable")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -90,7 +90,7 @@ async def test_cancelling_the_call_aborts_in_the_engine_and_frees_the_place() ->
         await call
 
     assert bench.engine.aborted == ["r1"]
-    await replica.drain()  # returns at once only if nobody is inside
+    await replica.drain(60)  # returns at once only if nobody is inside
 
 
 async def test_a_request_past_its_deadline_is_aborted_in_the_engine() -> None:
@@ -130,7 +130,7 @@ async def test_a_full_replica_refuses_as_busy_and_a_draining_one_as_draining() -
     await settle()
 
     busy = await replica.decode(a_decode("one too many"))
-    drained = asyncio.create_task(replica.drain())
+    drained = asyncio.create_task(replica.drain(60))
     await settle()
     draining = await replica.decode(a_decode("too late"))
 
