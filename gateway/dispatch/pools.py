@@ -142,7 +142,8 @@ def classify(error: BaseException, cause: BaseException) -> FaultKind:
     from ray.exceptions import RayActorError
     from ray.serve.exceptions import BackPressureError
 
-    if isinstance(error, BackPressureError) or isinstance(cause, BackPressureError):
+    full = (BackPressureError, replica_table.ReplicaFull)
+    if isinstance(error, full) or isinstance(cause, full):
         return FaultKind.BUSY
     if isinstance(error, RayActorError | LookupError) or isinstance(cause, RayActorError):
         return FaultKind.ENGINE_DEAD

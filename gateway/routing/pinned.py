@@ -1,15 +1,21 @@
 """Turns the gateway's placement into the chosen Serve replica.
 
 A call names its replica by the keyword `to`. A replica that is gone fails the call at once: falling back
-to another one in silence would send a request to an engine that holds none of its pages.
+to another one in silence would send a request to an engine that holds none of its pages. For the same reason
+Serve would wait at a full replica for as long as it is full: here the call fails after `FULL_S`.
 """
 
 import random
+import time
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from gateway.routing import replica_table
+
+
+FULL_S = 2.0
+"""Replicas refuse before they are full: one that is full for so long is stuck, or flooded."""
 
 
 class PinnedRouter(RequestRouter):
@@ -33,10 +39,24 @@ class PinnedRouter(RequestRouter):
             return [[random.choice(candidate_replicas)]]
         for replica in candidate_replicas:
             if replica.replica_id.unique_id == wanted:
+                if _waited_s(pending_request.routing_context) > FULL_S:
+                    _fail(pending_request, replica_table.ReplicaFull("the replica of a pinned call is full"))
                 return [[replica]]
-        if not pending_request.future.done():
-            gone = replica_table.ReplicaGone("the replica of a pinned call is gone")
-            pending_request.future.set_exception(gone)
+        _fail(pending_request, replica_table.ReplicaGone("the replica of a pinned call is gone"))
         # An empty answer would never yield, and the routing task would spin; any candidate lets it see that
         # the request is already decided.
         return [candidate_replicas[:1]]
+
+
+def _waited_s(context: Any) -> float:
+    """Seconds since the router first looked for this call's replica."""
+    now = time.monotonic()
+    if not hasattr(context, "first_look"):
+        context.first_look = now
+    waited: float = now - context.first_look
+    return waited
+
+
+def _fail(pending_request: PendingRequest, error: Exception) -> None:
+    if not pending_request.future.done():
+        pending_request.future.set_exception(error)

@@ -12,6 +12,10 @@ class ReplicaGone(LookupError):
     """The replica that a call was pinned to is not there any more."""
 
 
+class ReplicaFull(Exception):
+    """The replica that a call was pinned to has taken no call for a while."""
+
+
 _REPLICAS: Final[dict[tuple[str, str], tuple[str, ...]]] = {}
 
 

@@ -20,6 +20,8 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(180), pytest.mark.asyncio(loo
 
 OPTIMISED = {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1", "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0"}
 
+MAX_ONGOING = 20
+
 
 class Engine:
     """Takes the calls of a replica; `request_id` says what to do."""
@@ -68,6 +70,20 @@ class Caller:
         async with asyncio.timeout(20):
             return await getattr(self._pool, method)(*args)
 
+    async def call_when_full(self, replica_id: str) -> Any:
+        """A further call to a replica that has as many as it takes."""
+        request: Any = "hang"
+        filling = [asyncio.create_task(self._pool.decode(replica_id, request)) for _ in range(MAX_ONGOING)]
+        await asyncio.sleep(1)
+        try:
+            another: Any = "id"
+            async with asyncio.timeout(20):
+                return await self._pool.decode(replica_id, another)
+        finally:
+            for task in filling:
+                task.cancel()
+            await asyncio.wait(filling, timeout=5)
+
     async def call_and_cancel(self, replica_id: str) -> None:
         request: Any = "hang"
         task = asyncio.create_task(self._pool.decode(replica_id, request))
@@ -76,13 +92,49 @@ class Caller:
         await asyncio.wait([task], timeout=5)
 
 
+class Stopping:
+    """A replica whose one request goes on until the replica is told to stop."""
+
+    def __init__(self) -> None:
+        from deploy.serve_shutdown import when_told_to_stop
+
+        self._told = asyncio.Event()
+        self._inside = 0
+        when_told_to_stop(self._begin)
+
+    async def _begin(self) -> None:
+        self._told.set()
+
+    async def inside(self) -> int:
+        while not self._inside:  # noqa: ASYNC110 - the request is on its way
+            await asyncio.sleep(0.01)
+        return self._inside
+
+    async def hang(self) -> str:
+        self._inside += 1
+        await self._told.wait()
+        return "told"
+
+
+def deploy_stopping() -> Any:
+    from ray import serve
+
+    deployment = serve.deployment(
+        name="Stopping",
+        ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": OPTIMISED}},
+        graceful_shutdown_timeout_s=10,
+        max_ongoing_requests=5,
+    )(Stopping)
+    return serve.run(deployment.bind(), name="stopping", route_prefix=None)
+
+
 def deploy() -> None:
     from ray import serve
     from ray.serve.config import RequestRouterConfig
 
     options: dict[str, Any] = {
         "ray_actor_options": {"num_cpus": 0.1, "runtime_env": {"env_vars": OPTIMISED}},
-        "max_ongoing_requests": 50,
+        "max_ongoing_requests": MAX_ONGOING,
         "graceful_shutdown_timeout_s": 1,
     }
     router = RequestRouterConfig(request_router_class="gateway.routing.pinned:PinnedRouter")
@@ -162,6 +214,28 @@ async def test_cancelled_call_is_cancelled_in_the_replica(caller: Any) -> None:
     await ask(caller, "call_and_cancel", replica_id)
 
     assert await ask(caller, "call", "status", Phase.DECODE, replica_id) == 1
+
+
+async def test_a_call_to_a_full_replica_is_busy_after_a_while_and_the_replica_works_on(caller: Any) -> None:
+    replica_id = (await replicas(caller))[1]
+
+    fault = await ask(caller, "call_when_full", replica_id)
+
+    assert fault.kind is FaultKind.BUSY
+    assert await ask(caller, "call", "decode", replica_id, "id") == replica_id
+
+
+async def test_a_replica_hears_of_its_end_while_requests_are_in_it(caller: Any) -> None:
+    """Serve lets them go on for its grace; our own word to them comes before it kills."""
+    from ray import serve
+
+    stopping = await asyncio.to_thread(deploy_stopping)
+    hanging = stopping.hang.remote()
+    assert await stopping.inside.remote() == 1
+
+    await asyncio.to_thread(serve.delete, "stopping", False)
+
+    assert await hanging == "told"
 
 
 async def test_killed_replica_is_a_dead_engine(caller: Any) -> None:

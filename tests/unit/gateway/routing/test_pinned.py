@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.routing.replica_table import ReplicaGone
+from gateway.routing.replica_table import ReplicaFull, ReplicaGone
 
 
 def replica(name: str) -> Any:
@@ -42,6 +42,21 @@ async def test_call_to_a_missing_replica_fails_at_once_and_is_offered_to_nobody_
 
     assert ranks != [[]], "an empty rank makes the routing task spin"
     with pytest.raises(ReplicaGone):
+        request.future.result()
+
+
+async def test_call_that_waits_too_long_at_a_full_replica_fails_and_not_before() -> None:
+    from gateway.routing.pinned import FULL_S
+
+    request = pending(to="b")
+    await choose(request, "a", "b")
+    request.routing_context.first_look -= FULL_S - 0.5
+    assert await choose(request, "a", "b") == [["b"]]
+    assert not request.future.done()
+    request.routing_context.first_look -= 1
+
+    assert await choose(request, "a", "b") == [["b"]], "the routing task sees that it is decided"
+    with pytest.raises(ReplicaFull):
         request.future.result()
 
 
