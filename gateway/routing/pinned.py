@@ -13,7 +13,6 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 from gateway.routing import replica_table
 
-
 FULL_S = 2.0
 """Replicas refuse before they are full: one that is full for so long is stuck, or flooded."""
 

@@ -95,7 +95,7 @@ class Caller:
 class Stopping:
     """A replica whose one request goes on until the replica is told to stop."""
 
-    def __init__(self) -> None:
+    async def __init__(self) -> None:  # type: ignore[misc]
         from deploy.serve_shutdown import when_told_to_stop
 
         self._told = asyncio.Event()
