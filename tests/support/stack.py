@@ -63,11 +63,11 @@ class Stack:
         status: dict[str, Any] = json.loads(done.stdout)
         return status
 
-    def control(self, path: str) -> httpx.Response:
+    def control(self, path: str, method: str = "GET") -> httpx.Response:
         """A question to the supervisor."""
         socket_path = json.loads((self.state / "runtime.json").read_text())["control_socket"]
         with httpx.Client(transport=httpx.HTTPTransport(uds=socket_path)) as client:
-            return client.get(f"http://supervisor{path}", timeout=20)
+            return client.request(method, f"http://supervisor{path}", timeout=20)
 
     def summary(self, answer: httpx.Response) -> dict[str, Any]:
         """What the gateway remembers of the request behind this answer."""
