@@ -1,7 +1,9 @@
 """Tables of a result file, as they stand in the documents: a test compares the two."""
 
-from collections.abc import Sequence
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 LEAST_BUSY_MS = 5.0
 """Stages below this are noise at fifty samples a second."""
@@ -50,6 +52,99 @@ def path_tables(result: dict[str, Any]) -> str:
     if busy:
         tables.append(_table(("arm", "process", "stage", "busy ms per request"), busy))
     return "\n\n".join(tables)
+
+
+def sweep_tables(result: dict[str, Any]) -> str:
+    """Markdown of one `sweep` result: a row for each loop, and in a comparison the ratios."""
+    rows = [
+        (
+            row.get("arm", "server"),
+            row["loop"],
+            row["prompt_tokens_aim"],
+            _cell(row["concurrency"], "{}"),
+            _cell(row["rate_rps"], "{:.2f}"),
+            row["requests"],
+            row["failed"],
+            _cell(row["throughput_tok_s"], "{:.1f}"),
+            _cell(row["ttft_p50_ms"], "{:.0f}"),
+            _cell(row["ttft_p95_ms"], "{:.0f}"),
+            _cell(row["itl_p50_ms"], "{:.0f}"),
+            _cell(row["itl_p95_ms"], "{:.0f}"),
+            _cell(row["e2e_p95_ms"], "{:.0f}"),
+        )
+        for row in result["rows"]
+    ]
+    head = ("arm", "loop", "prompt tokens", "at once", "per s", "requests", "failed", "tokens/s")
+    tables = [_table((*head, "TTFT p50 ms", "p95", "ITL p50 ms", "p95", "whole p95 ms"), rows)]
+    if against := result["summary"].get("against"):
+        ratios = [
+            (
+                arm,
+                cell["prompt_tokens_aim"],
+                cell["concurrency"],
+                _interval(cell, "ttft_ratio_p50"),
+                _interval(cell, "throughput_ratio"),
+            )
+            for arm, cells in against.items()
+            for cell in cells
+        ]
+        tables.append(
+            _table(("ours over", "prompt tokens", "at once", "TTFT ratio", "tokens/s ratio"), ratios)
+        )
+    return "\n\n".join(tables)
+
+
+def cost_tables(result: dict[str, Any]) -> str:
+    """Markdown of one `gateway-cost` result: processor time by arm and by group of processes."""
+    rows = [
+        (
+            row["streams"],
+            row["arm"],
+            row["windows"],
+            f"{row['cpu_us_per_token']:.0f}",
+            _cell(row["ttft_added_ms_p50"], "{:.1f}"),
+            f"{row['itl_ms_p50']:.1f}",
+            f"{row['itl_ms_p95']:.1f}",
+        )
+        for row in result["rows"]
+    ]
+    groups = sorted({name for row in result["rows"] for name in row["us_per_token_by_group"]})
+    shares = [
+        (row["streams"], row["arm"], *(_cell(row["us_per_token_by_group"].get(g), "{:.0f}") for g in groups))
+        for row in result["rows"]
+    ]
+    summary = result["summary"]
+    ratio = (summary["streams"], _interval(summary, "ratio_to_handle"), summary["target"])
+    head = ("streams", "arm", "windows", "us per token", "TTFT added ms", "ITL p50 ms", "p95")
+    return "\n\n".join(
+        (
+            _table(head, rows),
+            _table(("streams", "us per token: arm", *groups), shares),
+            _table(("streams", "token bus over handle", "at most"), [ratio]),
+        )
+    )
+
+
+TABLES: Final[Mapping[str, Callable[[dict[str, Any]], str]]] = {
+    "path": path_tables,
+    "sweep": sweep_tables,
+    "gateway-cost": cost_tables,
+}
+"""By the first part of a result file's name, which is the command."""
+
+
+def tables_of(file: Path) -> str:
+    """Of a result file under `docs/results`.
+
+    Raises:
+        KeyError: its name begins with no command that has tables.
+    """
+    command = max((name for name in TABLES if file.name.startswith(name)), key=len, default=file.name)
+    return TABLES[command](json.loads(file.read_text()))
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
 
 
 def _interval(cell: dict[str, Any], name: str) -> str:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from load.report import path_tables
+from load.report import tables_of
 
 ROOT = Path(__file__).parents[2]
-RESULTS = sorted((ROOT / "docs/results").glob("path-*.json"))
+RESULTS = sorted((ROOT / "docs/results").glob("*.json"))
 
 
 def test_there_are_results() -> None:
@@ -19,12 +19,15 @@ def test_there_are_results() -> None:
 def test_tables_in_the_document_are_those_of_the_result(result: Path) -> None:
     document = (ROOT / "docs/benchmarks.md").read_text()
 
-    assert path_tables(json.loads(result.read_text())) in document
+    assert tables_of(result) in document
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=lambda p: p.name)
 def test_a_published_result_is_valid(result: Path) -> None:
     summary = json.loads(result.read_text())["summary"]
 
-    assert summary["failed"] == 0
     assert summary["invalid"] == []
+    if result.name.startswith("path-"):
+        assert summary["failed"] == 0
+    else:
+        assert summary["valid"] is True

@@ -70,17 +70,43 @@ def answer(words: tuple[int, ...], token_ids: tuple[int, ...], sampling: Samplin
     """The made-up answer: the same for the same prompt, and for the same seed where the seed matters."""
     seed = sampling.seed if sampling.temperature > 0 else None
     digest = hashlib.blake2b(array("q", token_ids).tobytes() + repr(seed).encode(), digest_size=8)
-    choose = Random(digest.digest()).choice
+    draw, count = Random(digest.digest()).random, len(words)
     while True:
-        yield choose(words)
+        yield words[int(draw() * count)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class _Inside:
-    """A request in the engine, and where its news goes."""
+    """A request in the engine, and the news that it has not taken yet."""
 
     sequence: Sequence
-    news: asyncio.Queue[Output | EngineFault] = field(default_factory=asyncio.Queue)
+    news: list[Output | EngineFault] = field(default_factory=list)
+    waiter: asyncio.Future[None] | None = None
+
+    def tell(self, news: Output | EngineFault) -> None:
+        self.news.append(news)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def take(self) -> list[Output]:
+        """What came since the last time; waits while that is nothing.
+
+        Raises:
+            EngineFault: the engine has ended.
+        """
+        if not self.news:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        outputs: list[Output] = []
+        for place, news in enumerate(self.news):
+            if isinstance(news, EngineFault):
+                if not outputs:
+                    raise news
+                self.news = self.news[place:]  # for the next time
+                return outputs
+            outputs.append(news)
+        self.news = []
+        return outputs
 
 
 class ScriptedEngine:
@@ -126,7 +152,7 @@ class ScriptedEngine:
         sampling = Sampling(max_tokens=1, temperature=0.0)
         inside = self._enter(request.request_id, request.token_ids, request.cache_salt, sampling, ())
         try:
-            await _next(inside)
+            await inside.take()
         finally:
             self._leave(inside)
         return inside.sequence.cached_tokens or 0
@@ -138,17 +164,19 @@ class ScriptedEngine:
         )
         try:
             while True:
-                output = await _next(inside)
-                if output.finish is None:
-                    yield Delta(token_ids=(output.token_id,))
+                outputs = await inside.take()
+                token_ids = tuple(output.token_id for output in outputs)
+                finish = outputs[-1].finish
+                if finish is None:
+                    yield Delta(token_ids=token_ids)
                     continue
                 cached = inside.sequence.cached_tokens or 0
                 ending = Ending(
-                    reason=output.finish,
+                    reason=finish,
                     cached_tokens=cached,
                     handoff=_handoff(ticket, cached, len(request.token_ids)),
                 )
-                yield Delta(token_ids=(output.token_id,), ending=ending)
+                yield Delta(token_ids=token_ids, ending=ending)
                 return
         finally:
             self._leave(inside)
@@ -200,13 +228,13 @@ class ScriptedEngine:
                 due = max(due + spent, self._now())
                 await self._sleep(due - self._now())
                 for output in self._batch.complete():
-                    self._inside[output.sequence].news.put_nowait(output)
+                    self._inside[output.sequence].tell(output)
         except Exception:
             log.exception("scripted engine: the step loop failed")
             raise
         finally:
             for inside in self._inside.values():
-                inside.news.put_nowait(EngineFault(FaultKind.ENGINE_DEAD, "the engine has ended"))
+                inside.tell(EngineFault(FaultKind.ENGINE_DEAD, "the engine has ended"))
 
     async def release(self, transfer_id: str) -> None:
         """Pages are never held for others here."""
@@ -234,13 +262,6 @@ class ScriptedEngine:
         if stepping is not None:
             stepping.cancel()
             await asyncio.wait([stepping])
-
-
-async def _next(inside: _Inside) -> Output:
-    news = await inside.news.get()
-    if isinstance(news, EngineFault):
-        raise news
-    return news
 
 
 def _handoff(ticket: Ticket | None, cached_tokens: int, prompt_tokens: int) -> HandoffReport | None:

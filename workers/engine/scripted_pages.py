@@ -55,14 +55,17 @@ class Holder:
         self._blocks: list[Any] = []
         self._hashed = 0
         """Leading pages that the prefix cache knows."""
-
-    @property
-    def tokens(self) -> int:
+        self._fresh: list[int] = []
+        """Tokens that vLLM's request does not know yet: it hashes whole pages only."""
+        self.tokens = int(request.num_tokens)
         """Prompt and answer so far."""
-        return int(self._request.num_tokens)
 
     def append(self, token_id: int) -> None:
-        self._request.append_output_token_ids(token_id)
+        self.tokens += 1
+        self._fresh.append(token_id)
+        if self.tokens % self._block_size == 0:
+            self._request.append_output_token_ids(self._fresh)
+            self._fresh = []
 
     def take_cached(self) -> int:
         """Hold the pages that the prefix cache has; returns the tokens in them, always less than all."""

@@ -1,6 +1,11 @@
+import json
+from pathlib import Path
 from typing import Any
 
-from load.report import path_tables
+import pytest
+
+from load.capacity import HEADLINES
+from load.report import cost_tables, path_tables, sweep_tables, tables_of
 
 
 def result(**changed: Any) -> dict[str, Any]:
@@ -57,3 +62,67 @@ def test_a_run_that_did_not_ask_where_time_goes_has_no_tables_of_it() -> None:
 
     assert "processor ms" not in text
     assert "busy ms" not in text
+
+
+def sweep_row(**changed: Any) -> dict[str, Any]:
+    figures = dict.fromkeys(HEADLINES, 10.4) | {"requests": 12, "failed": 0}
+    names = {"loop": "closed", "prompt_tokens_aim": 128, "concurrency": 4, "rate_rps": None}
+    return names | figures | changed
+
+
+def test_a_sweeps_rows_read_as_the_documents_print_them() -> None:
+    rows = [
+        sweep_row(throughput_tok_s=55.26),
+        sweep_row(loop="open", concurrency=None, rate_rps=1.234, ttft_p50_ms=None),
+    ]
+
+    lines = sweep_tables({"rows": rows, "summary": {}}).splitlines()
+
+    assert lines[2] == "| server | closed | 128 | 4 |  | 12 | 0 | 55.3 | 10 | 10 | 10 | 10 | 10 |"
+    assert lines[3] == "| server | open | 128 |  | 1.23 | 12 | 0 | 10.4 |  | 10 | 10 | 10 | 10 |"
+
+
+def test_a_comparison_has_its_ratios_by_opponent() -> None:
+    ratio = {f"{name}{end}": 1.5 for name in ("ttft_ratio_p50", "throughput_ratio") for end in ENDS}
+    cell = {"prompt_tokens_aim": 128, "concurrency": 1} | ratio
+
+    text = sweep_tables({"rows": [sweep_row(arm="ours")], "summary": {"against": {"vllm": [cell]}}})
+
+    assert "| vllm | 128 | 1 | 1.50 [1.50, 1.50] | 1.50 [1.50, 1.50] |" in text
+
+
+ENDS = ("", "_low95", "_high95")
+
+
+def cost_row(arm: str, us: float, **groups: float) -> dict[str, Any]:
+    return {
+        "streams": 64,
+        "arm": arm,
+        "windows": 5,
+        "cpu_us_per_token": us,
+        "ttft_added_ms_p50": 5.25,
+        "itl_ms_p50": 20.0,
+        "itl_ms_p95": 21.0,
+        "us_per_token_by_group": groups,
+    }
+
+
+def test_costs_stand_by_arm_and_by_group() -> None:
+    summary = {"streams": 64, "target": 0.6} | {f"ratio_to_handle{end}": 0.5 for end in ENDS}
+    rows = [cost_row("token bus", 120.4, gateway=70.0), cost_row("serve handle", 240.8, gateway=140, ray=9)]
+
+    text = cost_tables({"rows": rows, "summary": summary})
+
+    assert "| 64 | token bus | 5 | 120 | 5.2 | 20.0 | 21.0 |" in text
+    assert "| 64 | token bus | 70 |  |" in text
+    assert "| 64 | serve handle | 140 | 9 |" in text
+    assert "| 64 | 0.50 [0.50, 0.50] | 0.6 |" in text
+
+
+def test_a_result_files_name_says_whose_tables_it_has(tmp_path: Path) -> None:
+    file = tmp_path / "sweep-exact.json"
+    file.write_text(json.dumps({"rows": [sweep_row()], "summary": {}}))
+
+    assert tables_of(file) == sweep_tables({"rows": [sweep_row()], "summary": {}})
+    with pytest.raises(KeyError):
+        tables_of(tmp_path / "other.json")

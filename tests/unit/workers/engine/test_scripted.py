@@ -162,3 +162,22 @@ async def test_a_step_loop_that_fails_ends_every_request_and_the_engine_is_dead(
     with pytest.raises(EngineFault):
         await engine.gauges()
     await engine.close()
+
+
+async def test_tokens_made_before_the_engine_ended_come_and_then_the_fault(model: Path) -> None:
+    engine = await an_engine(model, Clock())
+    answers = engine.decode(a_decode(sampling=Sampling(max_tokens=1000)), None)
+    first = await anext(answers)
+    await settle()  # more tokens come, which nobody takes yet
+    await engine.close()
+
+    rest: list[int] = []
+
+    async def read_on() -> None:
+        async for delta in answers:
+            rest.extend(delta.token_ids)
+
+    with pytest.raises(EngineFault):
+        await read_on()
+    assert len(first.token_ids) == 1
+    assert rest
