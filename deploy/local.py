@@ -185,8 +185,8 @@ class Supervisor:
             logs=self._state.logs,
         )
         cluster.deploy(app.build(plan))
-        undo.callback(cluster.drain, self._config.limits.shutdown_grace_s, self._say)
         self._await_application()
+        undo.callback(cluster.drain, self._config.limits.shutdown_grace_s, self._say)
 
     def _await_application(self) -> None:
         from deploy import cluster

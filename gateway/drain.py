@@ -4,10 +4,25 @@ A connection that is simply cut looks to a client like an answer that ends early
 the cut every request that is left ends in `ShuttingDown`: as a status if nothing was sent, else as an event.
 """
 
+import asyncio
+import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Final, Protocol
 
 from gateway.errors import DRAIN_RETRY_AFTER_S, ShuttingDown
+
+CUT_S: Final = 3.0
+"""Until those that were told to end have sent their last words, also to a client that does not read."""
+
+log = logging.getLogger(__name__)
+
+
+class InFlight(Protocol):
+    in_flight: int
+
+    async def empty(self) -> None:
+        """Return when nothing is in flight."""
 
 
 class Drain:
@@ -49,3 +64,31 @@ class Drain:
             yield
         finally:
             self._inside.remove(tell)
+
+
+async def take_leave(drain: Drain, requests: InFlight, grace_s: float, *, refuse_new: bool) -> dict[str, int]:
+    """Give requests `grace_s` to finish, end what is left, and return when nothing is in flight.
+
+    Args:
+        refuse_new: False where somebody else sees to it that nothing new comes: what was on its way when
+            this gateway was told is answered, for as long as the grace lasts.
+
+    Returns:
+        How many requests were `found` in flight, and how many were `cut`.
+    """
+    found = requests.in_flight
+    if refuse_new:
+        drain.refuse()
+        await _empty(requests, grace_s)
+    else:
+        await asyncio.sleep(grace_s)
+    cut = drain.cut()
+    await _empty(requests, CUT_S)
+    log.info("gateway.drained found=%d cut=%d left=%d", found, cut, requests.in_flight)
+    return {"found": found, "cut": cut}
+
+
+async def _empty(requests: InFlight, within_s: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(within_s):
+            await requests.empty()

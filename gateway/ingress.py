@@ -2,11 +2,10 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 import secrets
 import time
-from typing import Any, Final
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -17,18 +16,13 @@ from gateway.dispatch.bus_receiver import BusReceiver
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.pools import EnginePool, ServePool
 from gateway.dispatch.summary import Summaries
-from gateway.drain import Drain
+from gateway.drain import Drain, take_leave
 from gateway.prompt.render import Renderer, VllmRenderer
 from gateway.services import Capacity, ServedModel, Services
 from gateway.telemetry import Telemetry
 from gateway.tenants.store import TenantStore, wall_clock
 from kv_transfer.api import Membership
 from kv_transfer.testing.holds import holds_in
-
-CUT_S: Final = 3.0
-"""Until those that were told to end have sent their last words, also to a client that does not read."""
-
-log = logging.getLogger(__name__)
 
 
 class Gateway:
@@ -90,27 +84,8 @@ class Gateway:
         self._watch = asyncio.create_task(self._fleet.watch(self._bus.address), name="fleet-watch")
 
     async def drain(self, grace_s: float, *, refuse_new: bool) -> dict[str, int]:
-        """Return when nothing is in flight: after `grace_s` what is left ends in `ShuttingDown`.
-
-        Args:
-            refuse_new: False where somebody else sees to it that nothing new comes.
-
-        Returns:
-            How many requests were in flight, and how many of them were cut.
-        """
-        found = self._capacity.in_flight
-        if refuse_new:
-            self._drain.refuse()
-        await self._until_empty(grace_s)
-        cut = self._drain.cut()
-        await self._until_empty(CUT_S)
-        log.info("gateway.drained found=%d cut=%d left=%d", found, cut, self._capacity.in_flight)
-        return {"found": found, "cut": cut}
-
-    async def _until_empty(self, seconds: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._capacity.empty()
+        """See `drain.take_leave`."""
+        return await take_leave(self._drain, self._capacity, grace_s, refuse_new=refuse_new)
 
     async def close(self) -> None:
         if self._watch is not None:

@@ -1,6 +1,7 @@
 """A client leaves while its request is held in a stage: everything that the request held comes back."""
 
 import itertools
+import json
 import sys
 import time
 from collections import Counter
@@ -40,6 +41,9 @@ send. `copy_in`: all pages have arrived and are not in the cache yet.
 WITH_CALL: Final = frozenset(STAGES) - {"rendering", "before_admission"}
 GATEWAY_SLOTS: Final = MAX_IN_FLIGHT + 16
 """What `deploy.app` lets into one gateway: those in flight and a margin."""
+
+RESULT: Final = Path(__file__).parents[2] / "docs" / "results" / "aborts.json"
+"""Written by the long form."""
 
 _numbers = itertools.count()
 
@@ -85,6 +89,9 @@ class Round:
     def table(self) -> str:
         rows = [f"{stage:<18}{self.reached[stage]:>8}{self.returned[stage]:>10}" for stage in STAGES]
         return "\n".join([f"{'stage':<18}{'reached':>8}{'returned':>10}", *rows])
+
+    def result(self) -> dict[str, dict[str, int]]:
+        return {stage: {"reached": self.reached[stage], "returned": self.returned[stage]} for stage in STAGES}
 
     def _fill(self, stage: str, per_form: int) -> list[Client]:
         before = len(self._barriers.reached(stage))
@@ -171,6 +178,7 @@ def test_twenty_aborts_in_every_stage(
 
     await_idle(stack, baseline)
     sys.stdout.write(f"\n{found.table()}\n")
+    RESULT.write_text(json.dumps(found.result(), indent=1) + "\n")
     assert found.returned == found.reached == Counter(dict.fromkeys(STAGES, 20))
 
 
@@ -198,11 +206,12 @@ def fill_queue(stack: Stack) -> list[Client]:
     return queued
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("rounds", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_queued_requests_that_leave_give_their_places_in_serves_queue_back(
-    client: httpx.Client, stack: Stack, barriers: Barriers
+    client: httpx.Client, stack: Stack, barriers: Barriers, rounds: int
 ) -> None:
-    """The gateway is full, and so is Serve's queue before it: twice all of the queue leaves."""
+    """The gateway is full, and so is Serve's queue before it: again and again all of the queue leaves."""
     before = len(barriers.reached("before_admission"))
     with barriers.holding("before_admission"):
         inside = [Client(stack, dict(HELLO), label=f"inside-{n}") for n in range(GATEWAY_SLOTS)]
@@ -211,7 +220,7 @@ def test_queued_requests_that_leave_give_their_places_in_serves_queue_back(
             lambda found: found == GATEWAY_SLOTS,
             within_s=30,
         )
-        for farewell in ("fin", "reset"):
+        for farewell in itertools.islice(itertools.cycle(("fin", "reset")), rounds):
             for queued in fill_queue(stack):
                 queued.leave(farewell)
         stayed = fill_queue(stack)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from gateway.drain import Drain
+from gateway.drain import Drain, take_leave
 from gateway.errors import ShuttingDown
 from tests.support.asgi import Exchange
 from tests.support.engine_pool import Script
@@ -92,3 +92,31 @@ def test_whoever_comes_after_the_cut_is_told_at_once_and_who_has_left_is_not() -
         assert told == ["inside", "late"]
     with pytest.raises(ShuttingDown):
         drain.check()
+
+
+async def test_whoever_waits_for_the_leave_hears_when_the_last_has_finished() -> None:
+    script = Script(hold_at=2)
+    async with running_gateway(script) as gateway:
+        exchange = await held_stream(gateway)
+        leaving = asyncio.create_task(take_leave(gateway.drain, gateway.capacity, 60, refuse_new=True))
+        await asyncio.sleep(0)
+        refused = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+        assert not leaving.done()
+        script.release.set()
+
+        assert await asyncio.wait_for(leaving, 5) == {"found": 1, "cut": 0}
+        assert (await rest_of(exchange)).endswith(b"data: [DONE]\n\n")
+    assert refused.status_code == 503
+
+
+async def test_after_the_grace_what_is_left_is_told_and_what_was_on_its_way_was_answered() -> None:
+    async with running_gateway(Script(hold_at=2)) as gateway:
+        exchange = await held_stream(gateway)
+        leaving = asyncio.create_task(take_leave(gateway.drain, gateway.capacity, 0.5, refuse_new=False))
+        await asyncio.sleep(0)
+        on_its_way = await gateway.client.get("/readyz")
+
+        assert await leaving == {"found": 1, "cut": 1}
+        assert b"shutting_down" in await rest_of(exchange)
+        assert (await gateway.client.post(RUN, json=ASK, headers=AUTH)).status_code == 503
+    assert on_its_way.status_code == 200

@@ -47,3 +47,12 @@ def test_without_testing_nothing_is_dropped_or_shipped_wrong() -> None:
 
     assert config.drop() is None
     assert config.connector_faults() == {}
+
+
+def test_barriers_reach_the_transfer_in_dev_and_are_refused_in_production() -> None:
+    config = a_config(mode="dev", testing={"holds": "/barriers"})
+
+    assert config.holds() == "/barriers"
+    assert config.connector_faults() == {"holds": "/barriers"}
+    with pytest.raises(ReplicaConfigError, match="mode is dev"):
+        a_config(mode="production", testing={"holds": "/barriers"})
