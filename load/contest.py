@@ -54,7 +54,7 @@ def run(options: argparse.Namespace, terms: Terms, arguments: list[str]) -> tupl
             wait_ready(each)
         targets = {OURS: ours.target} | {each.target.name: each.target for each in plain}
         by_arm = {arm: replace(terms, cache_gib=float(caches[arm])) for arm in ARMS}
-        return asyncio.run(_measure(options, header, targets, by_arm))
+        return asyncio.run(measure(options, header, targets, by_arm))
 
 
 def totals(profile: Mapping[str, Any]) -> dict[str, int]:
@@ -65,7 +65,7 @@ def totals(profile: Mapping[str, Any]) -> dict[str, int]:
     }
 
 
-async def _measure(
+async def measure(
     options: argparse.Namespace,
     header: dict[str, Any],
     targets: Mapping[str, Target],

@@ -1,9 +1,15 @@
+import asyncio
+import json
 from random import Random
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
+from load.__main__ import parser
 from load.capacity import Terms
+from load.client import Target
 from load.comparison import Measured
 from load.contest import (
     ARMS,
@@ -14,6 +20,7 @@ from load.contest import (
     against,
     complaints,
     floor,
+    measure,
     table,
     totals,
     unequal,
@@ -101,3 +108,42 @@ def test_the_plain_server_gets_all_threads_and_all_cache() -> None:
     engine = {"threads": 1, "cache_gib": 2}
 
     assert totals({"prefill": engine, "decode": engine | {"replicas": 2}}) == {"threads": 3, "cache_gib": 6}
+
+
+async def test_three_servers_are_measured_in_turns_with_the_same_prompts() -> None:
+    asked: dict[str, list[str]] = {arm: [] for arm in ARMS}
+
+    async def serve(request: web.Request) -> web.Response:
+        body = await request.json()
+        asked[body["model"]].append(body["messages"][0]["content"])
+        await asyncio.sleep(0.02)
+        events = [
+            {"choices": [{"delta": {"content": "a"}, "finish_reason": "length"}]},
+            {"choices": [], "usage": {"prompt_tokens": 9, "completion_tokens": 1}},
+        ]
+        return web.Response(text="".join(f"data: {json.dumps(e)}\n\n" for e in events) + "data: [DONE]\n\n")
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", serve)
+    terms = dict.fromkeys(ARMS, Terms(ttft_bound_s=9, itl_bound_s=9, cache_gib=1.0))
+    options = parser().parse_args(
+        ["sweep", "--compare", "exact", "--concurrency", "1", "2", "--repeats", "3", "--per-client", "2"]
+    )
+    async with TestServer(app) as server:
+        url = str(server.make_url("")).rstrip("/")
+        header: dict[str, Any] = {}
+        result, valid = await measure(options, header, {arm: Target(arm, url, arm) for arm in ARMS}, terms)
+
+    assert header["rounds"] == 3
+    measured = {arm: sorted(prompts[2:]) for arm, prompts in asked.items()}  # two each to warm up
+    assert measured[OURS] == measured[SAME_CORES] == measured[SAME_THREADS]
+    assert len(measured[OURS]) == 3 * (2 + 4)
+    assert [(row["concurrency"], row["arm"], row["failed"]) for row in result["rows"]] == [
+        (clients, arm, 0) for clients in (1, 2) for arm in ARMS
+    ]
+    assert result["summary"]["valid"] is valid
+    if valid:  # the machine may be too busy to be believed
+        assert [cell["loops"] for cell in result["summary"]["against"][SAME_CORES]] == [3, 3]
+        assert result["summary"]["floor"]["ttft_ratio_at_1"] is not None
+    else:
+        assert result["summary"]["against"] is None
