@@ -247,6 +247,7 @@ def gateway_config(plan: Plan) -> GatewayConfig:
         host=internal_host(plan),
         mode=plan.config.mode,
         max_body_bytes=limits.max_body_bytes,
+        body_timeout_s=limits.body_timeout_s,
         max_in_flight=limits.max_in_flight,
         request_timeout_s=limits.request_timeout_s,
         silence_s=limits.silence_s,

@@ -60,8 +60,12 @@ class LimitsConfig:
     HAProxy only."""
     header_timeout_s: Seconds = 10.0
     """From a connection, or a further request's first byte, to the end of the request's headers."""
-    client_timeout_s: Seconds = 60.0
-    """For which a client may send none of its body, or take none of its answer."""
+    max_header_bytes: Annotated[int, Ge(4096)] = 16_384
+    """First line and headers of one request."""
+    body_timeout_s: Seconds = 60.0
+    """From the end of the headers to the last byte of the body."""
+    client_timeout_s: Seconds = 30.0
+    """For which a client may take none of its answer; its request is aborted then."""
     keep_alive_s: Seconds = 75.0
     """For which a connection may stay open between two requests."""
     shutdown_grace_s: Annotated[float, AllowInfNan(False), Ge(0), Le(3600)] = 10.0

@@ -24,6 +24,8 @@ from typing import Final
 PR_SET_PDEATHSIG: Final = 1
 SPARE_DESCRIPTORS: Final = 100
 """For listeners, checks, logs and the admin socket."""
+REWRITE_BYTES: Final = 1024
+"""Room in a buffer for the headers that HAProxy adds."""
 TEMPLATE: Final = Path(__file__).with_name("haproxy.cfg")
 
 
@@ -47,8 +49,10 @@ class Settings:
     header_timeout_s: float
     keep_alive_s: float
     client_timeout_s: float
+    max_header_bytes: int
     server_timeout_s: float
     drain_s: float
+    log_socket: str
     errors: dict[str, str]
     """Bodies of HAProxy's own answers, by status."""
     retry_after_s: int
@@ -122,11 +126,14 @@ def render(settings: Settings, targets: Targets, template: str, descriptors: int
         admin_socket=targets.admin_socket,
         backend=targets.backend,
         bind=settings.bind,
+        buffer_bytes=settings.max_header_bytes + REWRITE_BYTES,
         client_timeout=_milliseconds(settings.client_timeout_s),
         drain=_milliseconds(settings.drain_s),
         errors="\n    ".join(errors),
         header_timeout=_milliseconds(settings.header_timeout_s),
         keep_alive=_milliseconds(settings.keep_alive_s),
+        rewrite_bytes=REWRITE_BYTES,
+        log_socket=settings.log_socket,
         max_connections=min(settings.max_connections, room),
         not_found=settings.errors["404"],
         server_timeout=_milliseconds(settings.server_timeout_s),

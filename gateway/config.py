@@ -30,6 +30,8 @@ class GatewayConfig:
     """Interface on which the token bus listens; engines connect to it."""
     mode: Literal["dev", "production"] = "dev"
     max_body_bytes: int = 10_000_000
+    body_timeout_s: float = 60.0
+    """From the end of the headers to the last byte of the body."""
     max_in_flight: int = 256
     """Requests being answered at once; the next one is refused."""
     request_timeout_s: float = 600.0
@@ -44,7 +46,7 @@ class GatewayConfig:
     """An engine that says nothing on the bus for so long is taken for dead. Heartbeats come each second."""
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_in_flight", "request_timeout_s", "silence_s"):
+        for name in ("max_body_bytes", "body_timeout_s", "max_in_flight", "request_timeout_s", "silence_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be positive, not {getattr(self, name)}")
         if self.holds is not None and self.mode != "dev":

@@ -124,9 +124,19 @@ class BodyTooLarge(ApiError):
     text = "The request body is too large."
 
 
+class UnsupportedEncoding(ApiError):
+    status, number, code = 415, 5008, "unsupported_encoding"
+    text = "The request body must be sent as it is, without content-encoding."
+
+
 class OutOfCapacity(ApiError):
     status, number, code = 429, 3040, "capacity_exceeded"
     text = "Capacity temporarily exceeded, please try again."
+
+
+class HeadersTooLarge(ApiError):
+    status, number, code = 431, 5009, "headers_too_large"
+    text = "The request's headers are too large."
 
 
 class InternalError(ApiError):
@@ -155,7 +165,7 @@ class GatewayLost(ApiError):
 
 
 class GatewayUnavailable(ApiError):
-    status, number, code = 503, 7013, "gateway_unavailable"
+    status, number, code = 503, 7016, "gateway_unavailable"
     text = "No gateway is ready."
 
 

@@ -11,7 +11,7 @@ from typing import Final
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_LABEL: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+LABEL: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 def request_id_of(scope: Scope) -> str:
@@ -39,7 +39,7 @@ class RequestId:
         request_id = secrets.token_hex(16)
         # A fresh dictionary: a server may share one between the requests of a connection.
         given = Headers(scope=scope).get("x-request-id", "")
-        label = given if _LABEL.fullmatch(given) else request_id
+        label = given if LABEL.fullmatch(given) else request_id
         scope["state"] = {**scope.get("state", {}), "request_id": request_id, "label": label}
 
         async def labelled(message: Message) -> None:

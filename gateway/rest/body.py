@@ -1,12 +1,19 @@
 """Reading a request body as one JSON object."""
 
 import json
-from typing import Any, NoReturn
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn
 
 from starlette.requests import Request
 
-from gateway.errors import InvalidRequest, MissingBody
+from gateway.errors import InvalidRequest, MissingBody, UnsupportedEncoding
 from gateway.prompt.schema import bad_input
+
+PLAIN: Final[Mapping[str, frozenset[str]]] = {
+    "content-encoding": frozenset({"", "identity"}),
+    "transfer-encoding": frozenset({"", "identity", "chunked"}),
+}
+"""Words under which a body arrives as it is. No client library compresses one; a few bytes may hide many."""
 
 
 async def read_object(request: Request) -> dict[str, Any]:
@@ -14,8 +21,14 @@ async def read_object(request: Request) -> dict[str, Any]:
 
     Raises:
         MissingBody: there is none.
+        UnsupportedEncoding: it is compressed.
         InvalidRequest: it is not UTF-8, not JSON, nested beyond reason, names a key twice, or is no object.
     """
+    for header, plain in PLAIN.items():
+        if any(
+            word not in plain for word in request.headers.get(header, "").lower().replace(" ", "").split(",")
+        ):
+            raise UnsupportedEncoding(param=header)
     return parse_object(await request.body())
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.aborts import Barriers
 from tests.support.stack import Stack, running_stack
+from tests.support.surface import LIMITS
 
 DROPPED_FRAME = 3
 """Decode loses this one of its frames with tokens, on purpose: some request of the first test is hit."""
@@ -21,7 +22,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, model_dir: object) -> Iterat
     barriers.mkdir()
     config = {
         "testing": {"drop_bus_frame": DROPPED_FRAME, "holds": str(barriers)},
-        "limits": {"max_in_flight": MAX_IN_FLIGHT, "max_queued": MAX_QUEUED},
+        "limits": {**LIMITS, "max_in_flight": MAX_IN_FLIGHT, "max_queued": MAX_QUEUED},
     }
     with running_stack(folder, profile="exact", config=config) as stack:
         yield stack

@@ -43,6 +43,8 @@ class Script:
     """Frames of an answer, by number, that never arrive."""
     forget: bool = False
     """Refetches find nothing."""
+    pace_s: float = 0.0
+    """Between two frames."""
     hold_at: int | None = None
     """After so many frames the engine makes no more until `release` is set."""
     release: asyncio.Event = field(default_factory=asyncio.Event)
@@ -149,6 +151,8 @@ class FakePool:
                 await script.release.wait()
                 if script.fault:
                     return WorkerFault(kind=script.fault)
+            if script.pace_s:
+                await asyncio.sleep(script.pace_s)
             part = tokens[at : at + script.chunk]
             self._made[request.request_id] = tokens[: at + len(part)]
             if number not in script.lose:

@@ -82,6 +82,9 @@ async def running_gateway(
     max_in_flight: int = 8,
     request_timeout_s: float = 10.0,
     max_body_bytes: int = 100_000,
+    body_timeout_s: float = 10.0,
+    context_length: int = 200,
+    proxy_labels: bool = False,
     telemetry: Telemetry | None = None,
 ) -> AsyncIterator[TestGateway]:
     """Afterwards nothing may be left over: no call, no subscription, no slot."""
@@ -102,13 +105,20 @@ async def running_gateway(
         settle_s=0.2,
         drain=drain,
     )
-    facts = ModelFacts(id=MODEL, aliases=("small",), model_dir="", context_length=200, block_size=16)
+    facts = ModelFacts(
+        id=MODEL, aliases=("small",), model_dir="", context_length=context_length, block_size=16
+    )
     models = tuple(
-        ServedModel(facts=each, renderer=ByteRenderer(), engines=engines)
+        ServedModel(facts=each, renderer=ByteRenderer(context_length), engines=engines)
         for each in (facts, replace(facts, id=OTHER_MODEL, aliases=()))
     )
     keys, capacity = FixedKeys(), Capacity(max_in_flight)
-    config = GatewayConfig(model=facts, max_body_bytes=max_body_bytes)
+    config = GatewayConfig(
+        model=facts,
+        max_body_bytes=max_body_bytes,
+        body_timeout_s=body_timeout_s,
+        proxy_labels=proxy_labels,
+    )
     app = create_app(
         Services(
             config=config,
@@ -125,10 +135,12 @@ async def running_gateway(
         for _ in range(5):  # the attach tasks need a few passes of the loop
             await asyncio.sleep(0)
         assert fleet.ready()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
-        yield TestGateway(app, pool, keys, bus, fleet, engines.summaries, capacity, drain, client)
-    await bus.close()
-    pool.close()
+    try:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
+            yield TestGateway(app, pool, keys, bus, fleet, engines.summaries, capacity, drain, client)
+    finally:
+        await bus.close()
+        pool.close()
     assert (capacity.in_flight, bus.subscribed, fleet.in_flight) == (0, 0, 0), "something was left over"
     assert not any(pool.running.values()), f"calls left running: {pool.running}"
     assert set(pool.present) == set(Phase)

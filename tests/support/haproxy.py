@@ -45,7 +45,7 @@ def serves_configuration(folder: Path, *ports: int) -> Path:
 @asynccontextmanager
 async def running_haproxy(config: SystemConfig, folder: Path, *ports: int) -> AsyncIterator[str]:
     """Its URL. The program is the one that Serve is told to run."""
-    environment = prepare(config, folder)
+    environment = prepare(config, folder, folder)
     file = serves_configuration(folder, *ports)
     argv = [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(file), "-dR"]
     process = await asyncio.create_subprocess_exec(*argv, stdout=sys.stderr, stderr=subprocess.STDOUT)

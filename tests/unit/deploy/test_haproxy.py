@@ -59,7 +59,7 @@ def test_connections_are_as_many_as_configured_if_the_system_allows_so_many_open
     tmp_path: Path,
 ) -> None:
     targets = read_targets(serves_configuration(tmp_path, 30000).read_text())
-    settings = settings_of(CONFIG)
+    settings = settings_of(CONFIG, Path("/log"))
 
     assert "maxconn 16384\n" in render(settings, targets, TEMPLATE, 1_000_000)
     assert f"maxconn {1024 - 256 - 100}\n" in render(settings, targets, TEMPLATE, 1024)
@@ -69,29 +69,36 @@ def test_connections_are_as_many_as_configured_if_the_system_allows_so_many_open
 
 def test_nothing_listens_but_the_clients_port(tmp_path: Path) -> None:
     targets = read_targets(serves_configuration(tmp_path, 30000).read_text())
-    lines = [line.split() for line in render(settings_of(CONFIG), targets, TEMPLATE, 20_000).splitlines()]
+    lines = [
+        line.split()
+        for line in render(settings_of(CONFIG, Path("/log")), targets, TEMPLATE, 20_000).splitlines()
+    ]
 
     assert [words[1] for words in lines if words[:1] == ["bind"]] == ["127.0.0.1:8600"]
-    assert not [words for words in lines if words[:1] in (["listen"], ["log"])]
+    assert not [
+        words
+        for words in lines
+        if words[:1] in (["listen"], ["stats"], ["log"]) and words[1] not in ("socket", "/log", "global")
+    ]
 
 
 def test_a_body_that_cannot_be_quoted_is_refused(tmp_path: Path) -> None:
     targets = read_targets(serves_configuration(tmp_path, 30000).read_text())
-    settings = replace(settings_of(CONFIG), errors={"404": "it's"})
+    settings = replace(settings_of(CONFIG, Path("/log")), errors={"404": "it's"})
 
     with pytest.raises(UnknownConfiguration, match="404"):
         render(settings, targets, TEMPLATE, 20_000)
 
 
 def test_files_of_haproxy_are_private_and_the_plain_proxy_needs_none(tmp_path: Path) -> None:
-    environment = prepare(CONFIG, tmp_path)
+    environment = prepare(CONFIG, tmp_path, tmp_path)
 
     folder = Path(environment["RAY_SERVE_HAPROXY_BINARY_PATH"]).parent
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert Path(environment["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent == folder
     other = tmp_path / "other"
     other.mkdir()
-    assert prepare(replace(CONFIG, ingress="proxy"), other)["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
+    assert prepare(replace(CONFIG, ingress="proxy"), other, other)["RAY_SERVE_ENABLE_HA_PROXY"] == "0"
     assert list(other.iterdir()) == []
 
 
@@ -123,7 +130,7 @@ async def test_without_a_gateway_clients_get_our_error_body_with_one_id(tmp_path
 
 
 def test_haproxy_ends_with_the_process_that_watches_it(tmp_path: Path) -> None:
-    environment = prepare(replace(CONFIG, port=free_port()), tmp_path)
+    environment = prepare(replace(CONFIG, port=free_port()), tmp_path, tmp_path)
     file = serves_configuration(tmp_path, 30000)
     argv = [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(file)]
     # Stands for Serve's actor: starts HAProxy, waits until its socket is there, tells its pid.

@@ -1,5 +1,6 @@
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,14 @@ def test_a_machine_that_can_start_has_no_problem_and_nothing_is_made(
     assert told(own, tmp_path / "state", tmp_path / "cache") == {}
     assert not (tmp_path / "state").exists()
     assert not (tmp_path / "cache").exists()
+
+
+def test_without_haproxy_the_plain_proxy_is_offered_and_is_enough(own: SystemConfig, tmp_path: Path) -> None:
+    bare = replace(PLENTY, haproxy_problem=lambda: "no such program")
+    plain = replace(own, ingress="proxy")
+
+    assert "choose `ingress: proxy`" in told(own, tmp_path / "state", tmp_path, machine=bare)["ingress"]
+    assert told(plain, tmp_path / "state", tmp_path, machine=bare) == {}
 
 
 def test_everything_is_told_at_once(tmp_path: Path) -> None:
