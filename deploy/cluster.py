@@ -16,8 +16,6 @@ LOGICAL_CPUS: Final = 16
 """More than there are: replicas share cores, and their threads are set by the profile."""
 LOOPBACK: Final = "127.0.0.1"
 SHUTDOWN_TIMEOUT_S: Final = 40.0
-DRAIN_MARGIN_S: Final = 5.0
-"""For the last words to requests in flight, beyond their grace."""
 
 log = logging.getLogger(__name__)
 
@@ -99,25 +97,6 @@ def progress() -> tuple[bool, frozenset[str]]:
     return application.status == "RUNNING", waiting
 
 
-def drain(grace_s: float, say: Callable[[str], None]) -> None:
-    """Ends what is in flight: no gateway takes anything new, and after `grace_s` what is left is told so.
-
-    Serve's own shutdown would begin with its proxy, and cut every stream in silence.
-    """
-    from ray import serve
-
-    def ask() -> None:
-        try:
-            gateways = serve.get_deployment_handle(GATEWAY, APP_NAME)
-            for done in gateways.broadcast("drain", grace_s).results(return_exceptions=True):
-                if isinstance(done, dict) and done["cut"]:
-                    say(f"{done['cut']} of {done['found']} requests in flight were cut")
-        except Exception:
-            log.exception("gateways.drain.failed")
-
-    _within(grace_s + DRAIN_MARGIN_S, ask)
-
-
 def stop(say: Callable[[str], None]) -> None:
     """Drains and ends the application and the cluster, within a bound. Idempotent."""
     import ray
@@ -133,18 +112,13 @@ def stop(say: Callable[[str], None]) -> None:
         except Exception:
             log.exception("serve.shutdown.failed")
 
-    if not _within(SHUTDOWN_TIMEOUT_S, shut_down):
+    # A dead controller would hold this for ever; what then remains is ended by its marker.
+    worker = threading.Thread(target=shut_down, daemon=True)
+    worker.start()
+    worker.join(SHUTDOWN_TIMEOUT_S)
+    if worker.is_alive():
         say("the application does not end in time; ending its processes")
     ray.shutdown()
-
-
-def _within(seconds: float, work: Callable[[], None]) -> bool:
-    """Whether the work was done in time. A dead controller would hold it for ever: what then remains of the
-    cluster is ended by its marker."""
-    worker = threading.Thread(target=work, daemon=True)
-    worker.start()
-    worker.join(seconds)
-    return not worker.is_alive()
 
 
 def keep_logs(scratch: Path, logs: Path) -> None:

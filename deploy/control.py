@@ -27,6 +27,8 @@ from workers.api import Phase, ReplicaStatus
 
 ANSWER_TIMEOUT_S: Final = 5.0
 """A replica that does not answer in time is left out of the status."""
+DRAIN_MARGIN_S: Final = 5.0
+"""For the last words to requests in flight, beyond their grace."""
 START_TIMEOUT_S: Final = 10.0
 
 log = logging.getLogger(__name__)
@@ -45,6 +47,9 @@ class Fleet(Protocol):
 
     async def request(self, request_id: str) -> dict[str, Any] | None: ...
 
+    async def drain(self, grace_s: float) -> list[dict[str, int]]:
+        """Let requests finish for so long, take no new ones, end what is left. One account per gateway."""
+
 
 class NoFleet:
     """Before there is one."""
@@ -57,6 +62,9 @@ class NoFleet:
 
     async def request(self, request_id: str) -> dict[str, Any] | None:
         return None
+
+    async def drain(self, grace_s: float) -> list[dict[str, int]]:
+        return []
 
 
 class ServeFleet:
@@ -94,10 +102,15 @@ class ServeFleet:
         found = await self._broadcast("request_summary", request_id)
         return next((summary for summary in found if summary is not None), None)
 
-    async def _broadcast(self, method: str, *args: str) -> list[Any]:
+    async def drain(self, grace_s: float) -> list[dict[str, int]]:
+        return await self._broadcast("drain", grace_s, within_s=grace_s + DRAIN_MARGIN_S)
+
+    async def _broadcast(
+        self, method: str, *args: str | float, within_s: float = ANSWER_TIMEOUT_S
+    ) -> list[Any]:
         """Answers of the gateways that gave one in time."""
         try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            async with asyncio.timeout(within_s):
                 results = await self._gateways.broadcast(method, *args).results_async(return_exceptions=True)
         except TimeoutError:
             return []
@@ -137,6 +150,19 @@ class ControlServer:
             self._fleet, self._phase = make(), phase
 
         asyncio.run_coroutine_threadsafe(switch(), self._loop).result(START_TIMEOUT_S)
+
+    def drain(self) -> list[dict[str, int]]:
+        """End what is in flight: one account per gateway, requests `found` in flight and `cut`. Never raises.
+
+        To be called before Serve's own shutdown, which begins with the ingress: that cuts streams in silence.
+        """
+        assert self._loop is not None
+        work = asyncio.run_coroutine_threadsafe(self._fleet.drain(self._grace_s), self._loop)
+        try:
+            return work.result(self._grace_s + 2 * DRAIN_MARGIN_S)
+        except Exception:
+            log.exception("gateways.drain.failed")
+            return []
 
     def close(self) -> None:
         """Idempotent. Ends requests in progress."""

@@ -137,6 +137,7 @@ class Supervisor:
         redis, state_url = self._start_redis(secrets, undo)
         self._start_application(profile, folder, runtime, undo)
         control.use(ServeFleet, "ready")
+        undo.callback(self._drain, control)
         ready = self._become_ready(profile, state_url, secrets)
         return redis, ready
 
@@ -191,7 +192,11 @@ class Supervisor:
         )
         cluster.deploy(app.build(plan))
         self._await_application()
-        undo.callback(cluster.drain, self._config.limits.shutdown_grace_s, self._say)
+
+    def _drain(self, control: ControlServer) -> None:
+        for account in control.drain():
+            if account["cut"]:
+                self._say(f"{account['cut']} of {account['found']} requests in flight were cut")
 
     def _await_application(self) -> None:
         from deploy import cluster

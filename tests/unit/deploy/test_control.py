@@ -29,6 +29,11 @@ class Fleet:
     async def request(self, request_id: str) -> dict[str, Any] | None:
         return {"pages": 2} if request_id == "known" else None
 
+    async def drain(self, grace_s: float) -> list[dict[str, int]]:
+        if grace_s > 5:
+            raise RuntimeError("no gateway")
+        return [{"found": 2, "cut": int(grace_s)}]
+
 
 @pytest.fixture
 def stopped() -> threading.Event:
@@ -102,3 +107,17 @@ def test_a_place_where_nobody_can_listen_is_told(tmp_path: Path) -> None:
 def test_silence_is_told_with_the_socket(tmp_path: Path) -> None:
     with pytest.raises(ControlError, match=r"does not answer on .*nobody\.sock"):
         ask(str(tmp_path / "nobody.sock"), "GET", "/status")
+
+
+@pytest.mark.parametrize(("grace_s", "accounts"), [(1.0, [{"found": 2, "cut": 1}]), (6.0, [])])
+def test_draining_tells_what_was_cut_and_a_fleet_that_cannot_is_no_hindrance(
+    grace_s: float, accounts: list[dict[str, int]]
+) -> None:
+    with TemporaryDirectory(prefix="pg") as folder:
+        server = ControlServer(Path(folder) / "control.sock", threading.Event().set, grace_s=grace_s)
+        server.start()
+        server.use(Fleet, "ready")
+        try:
+            assert server.drain() == accounts
+        finally:
+            server.close()
