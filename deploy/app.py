@@ -43,6 +43,9 @@ MARGIN: Final = 16
 """Status, attach and refetch calls that a replica takes while it is full of requests."""
 CUT_MARGIN_S: Final = 5.0
 """From the last words to requests in flight, when their time is over, until Serve kills the replica."""
+HEALTH_CHECK_PERIOD_S: Final = 1.0
+"""Serve notices a dead replica at the next check, and a dead engine in a live one at the third that fails."""
+HEALTH_CHECK_TIMEOUT_S: Final = 30.0
 LOGICAL_CPUS: Final = 0.1
 """Cores are shared: what a replica may use is set by its threads, not by Ray's accounting."""
 
@@ -171,8 +174,8 @@ def build(plan: Plan) -> Any:
         ray_actor_options=_actor_options(gateway_environment()),
         graceful_shutdown_timeout_s=plan.config.limits.shutdown_grace_s + CUT_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
-        health_check_period_s=5.0,
-        health_check_timeout_s=30.0,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_constructor_retry_count=1,
     )(serve.ingress()(gateway_class))
     return gateway.bind(gateway_config(plan), str(plan.gateway_secrets), _watch(plan), prefill, decode)
@@ -192,8 +195,8 @@ def _pool(name: str, cls: type[Any], plan: Plan, phase: Phase) -> Any:
         ),
         graceful_shutdown_timeout_s=plan.config.limits.shutdown_grace_s + CUT_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
-        health_check_period_s=5.0,
-        health_check_timeout_s=30.0,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_constructor_retry_count=1,
         request_router_config=RequestRouterConfig(request_router_class="gateway.routing.pinned:PinnedRouter"),
     )(cls)

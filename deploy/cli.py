@@ -128,6 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; say nothing more
         return 1
+    except OSError as bad:
+        print(f"phasegate: error: {bad}", file=sys.stderr)
+        return 1
     return status
 
 

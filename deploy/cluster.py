@@ -97,8 +97,12 @@ def progress() -> tuple[bool, frozenset[str]]:
     return application.status == "RUNNING", waiting
 
 
-def stop(say: Callable[[str], None]) -> None:
-    """Drains and ends the application and the cluster, within a bound. Idempotent."""
+def stop(say: Callable[[str], None], answers: Callable[[], bool] = lambda: True) -> None:
+    """Drains and ends the application and the cluster, within a bound. Idempotent.
+
+    Args:
+        answers: whether the cluster still does. One that does not is left to be ended by its marker.
+    """
     import ray
 
     if not ray.is_initialized():
@@ -114,8 +118,9 @@ def stop(say: Callable[[str], None]) -> None:
 
     # A dead controller would hold this for ever; what then remains is ended by its marker.
     worker = threading.Thread(target=shut_down, daemon=True)
-    worker.start()
-    worker.join(SHUTDOWN_TIMEOUT_S)
+    if answers():
+        worker.start()
+        worker.join(SHUTDOWN_TIMEOUT_S)
     if worker.is_alive():
         say("the application does not end in time; ending its processes")
     ray.shutdown()

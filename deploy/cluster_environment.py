@@ -13,6 +13,8 @@ SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
     # Handles are built in the mode of the process that deploys: it stands in replicas *and* in the driver.
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    # What takes clients' connections is missed after a second, not after ten.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # Optimised mode opens a direct ingress, which stays open for a load balancer to notice: there is none.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
 }
@@ -31,6 +33,9 @@ def driver_environment(token: Path) -> dict[str, str]:
         # Its name speaks of other systems; what it does is to bind Ray's sockets to loopback.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's own logs stay bounded; the defaults are 512 MiB and five backups, for each file.
+        "RAY_ROTATION_MAX_BYTES": str(16 * 1024**2),
+        "RAY_ROTATION_BACKUP_COUNT": "1",
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 import httpx
 
 from deploy.control import ControlError, ask
+from deploy.signals import TOLD_TO_STOP
 from deploy.state import read_private
 
 QUESTION: Final = "What is the capital of France?"
@@ -53,16 +54,16 @@ def main() -> int:
 def system(state: Path, cli: Sequence[str] = _CLI) -> Iterator[dict[str, Any]]:
     """Up, ready, and down again whatever happens: also when a signal comes at any moment.
 
-    Takes both signals over.
+    Takes the signals over.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in TOLD_TO_STOP:
         # Also SIGINT: a shell's background job inherits it ignored, and would hand that on to `up`.
         signal.signal(number, _interrupt)
     try:
         _start(state, cli)
         yield read_private(state / "local.json")
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in TOLD_TO_STOP:
             signal.signal(number, signal.SIG_IGN)  # stopping is bounded, and must not be cut short
         if subprocess.run([*cli, "down", "--state", str(state)], check=False).returncode:
             print("demo: the system did not stop cleanly", file=sys.stderr)

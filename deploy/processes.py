@@ -67,10 +67,19 @@ def start_bound(
 
     Call it from the main thread: the binding is to the thread that starts the process.
     """
-    wrapper = [sys.executable, "-m", "deploy.processes", str(os.getpid()), *argv]
-    own = {**os.environ, **(env or {})}
-    own["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), own.get("PYTHONPATH")]))
-    return subprocess.Popen(wrapper, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=own)
+    own = importable({**os.environ, **(env or {})})
+    return subprocess.Popen(bound(argv), stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=own)
+
+
+def bound(argv: Sequence[str]) -> list[str]:
+    """The command that runs `argv` bound to this process. Its environment must be `importable`."""
+    return [sys.executable, "-m", "deploy.processes", str(os.getpid()), *argv]
+
+
+def importable(env: Mapping[str, str]) -> dict[str, str]:
+    """The environment with the project's folder on the path, also where it is not installed."""
+    root = str(Path(__file__).resolve().parents[1])
+    return {**env, "PYTHONPATH": os.pathsep.join(filter(None, [root, env.get("PYTHONPATH")]))}
 
 
 def bind_to_parent(parent: int) -> None:

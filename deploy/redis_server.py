@@ -4,6 +4,7 @@ Loopback only, a random port, a password that stands in a private file and never
 file in the state folder, no eviction. Bound to the supervisor: it dies with it and keeps its data.
 """
 
+import os
 import socket
 import subprocess
 import time
@@ -53,9 +54,11 @@ def configuration(*, port: int, password: str, folder: Path) -> str:
             f'dir "{folder}"',
             "appendonly yes",
             "appendfsync everysec",
+            "aof-load-truncated yes",
             'save ""',
             "maxmemory-policy noeviction",
             "daemonize no",
+            "set-proc-title no",  # a title is written over the environment, and the marker with it
             "",
         )
     )
@@ -80,22 +83,30 @@ def start_redis(
     password: str,
     log: Path,
     *,
+    port: int | None = None,
     now: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> RedisServer:
     """Starts Redis on data in `folder` and returns when it answers.
+
+    Args:
+        port: None: any that is free. A restart names the port that its clients know.
 
     Raises:
         RedisError: it ended or did not answer in time.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     for _ in range(ATTEMPTS):
-        server = _launch(folder, password, log)
+        server = _launch(folder, password, log, free_port() if port is None else port)
         deadline = now() + READY_TIMEOUT_S
-        while now() < deadline and server.process.poll() is None:
-            if answers(server.port, password):
-                return server
-            sleep(0.05)
+        try:
+            while now() < deadline and server.process.poll() is None:
+                if answers(server.port, password):
+                    return server
+                sleep(0.05)
+        except BaseException:
+            server.stop()
+            raise
         ended = server.process.poll() is not None
         server.stop()
         if not (ended and "Address already in use" in _tail(log)):
@@ -103,13 +114,12 @@ def start_redis(
     raise RedisError(f"Redis did not start; its last words:\n{_tail(log)}")
 
 
-def _launch(folder: Path, password: str, log: Path) -> RedisServer:
-    port = free_port()
+def _launch(folder: Path, password: str, log: Path, port: int) -> RedisServer:
     conf = folder / "redis.conf"
     conf.touch(mode=0o600)
     conf.chmod(0o600)
     conf.write_text(configuration(port=port, password=password, folder=folder))
-    with log.open("ab") as out:
+    with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as out:
         process = start_bound([str(server_binary()), str(conf)], log=out)
     return RedisServer(process=process, port=port, url=f"redis://:{password}@127.0.0.1:{port}/0")
 

@@ -12,12 +12,17 @@ import secrets
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 SOCKET_PATH_LIMIT = 100
 """Bytes; the kernel's limit for a unix socket's path is 107."""
+
+
+SCRATCH_ROOT: Final = Path("/tmp")
+"""Its path is short: Ray's sockets lie below."""
 
 
 class StateError(Exception):
@@ -135,10 +140,14 @@ def held(state: StateDir) -> bool:
 def write_private(path: Path, value: dict[str, Any]) -> None:
     """Replace the file at once, readable by its owner only."""
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # made 0600
-    with os.fdopen(handle, "w") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
-    Path(temporary).replace(path)
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(value, file, indent=2)
+            file.write("\n")
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
 
 
 def read_private(path: Path) -> dict[str, Any]:
@@ -196,13 +205,26 @@ class Runtime:
     """Short temporary folder: Ray's sockets, and ours when the state folder's path is long."""
 
 
+def scratch_prefix(state: StateDir) -> str:
+    """Begins the name of every scratch folder of this state folder, so that none is ever lost."""
+    return f"phasegate-{state.marker[:8]}-"
+
+
+def scratch_folders(state: StateDir) -> Iterator[Path]:
+    """Those that are there: of a running supervisor, or left by one that was killed."""
+    for folder in SCRATCH_ROOT.glob(f"{scratch_prefix(state)}*"):
+        if not folder.is_symlink() and folder.is_dir() and folder.stat().st_uid == os.getuid():
+            yield folder
+
+
 def make_runtime(state: StateDir) -> Runtime:
     """A scratch folder and the control socket's place, written down before anything is started."""
-    scratch = tempfile.mkdtemp(prefix="phasegate-", dir="/tmp")  # a short path, made 0700
+    scratch = SCRATCH_ROOT / f"{scratch_prefix(state)}{secrets.token_hex(2)}"
+    scratch.mkdir(mode=0o700)
     socket = state.root / "control.sock"
     if len(os.fsencode(socket)) > SOCKET_PATH_LIMIT:
-        socket = Path(scratch) / "control.sock"
-    runtime = Runtime(pid=os.getpid(), control_socket=str(socket), scratch=scratch)
+        socket = scratch / "control.sock"
+    runtime = Runtime(pid=os.getpid(), control_socket=str(socket), scratch=str(scratch))
     write_private(state.runtime, asdict(runtime))
     return runtime
 
@@ -218,13 +240,14 @@ def read_runtime(state: StateDir) -> Runtime | None:
 
 
 def clear_runtime(state: StateDir) -> None:
-    """Removes what a supervisor leaves in files: its addresses and its scratch folder. Idempotent."""
-    state.local.unlink(missing_ok=True)
-    state.gateway_secrets.unlink(missing_ok=True)
-    state.ray_token.unlink(missing_ok=True)
-    runtime = read_runtime(state)
-    if runtime is not None:
-        Path(runtime.control_socket).unlink(missing_ok=True)
-        if Path(runtime.scratch).name.startswith("phasegate-"):
-            shutil.rmtree(runtime.scratch, ignore_errors=True)
-        state.runtime.unlink(missing_ok=True)
+    """Removes what a supervisor leaves in files: its addresses and its scratch folder. Idempotent.
+
+    Nothing is read: a supervisor may have been killed while it wrote.
+    """
+    for file in (state.local, state.gateway_secrets, state.ray_token, state.root / "control.sock"):
+        file.unlink(missing_ok=True)
+    for folder in scratch_folders(state):
+        shutil.rmtree(folder, ignore_errors=True)
+    for half_written in state.root.glob(".*.json.*"):
+        half_written.unlink(missing_ok=True)
+    state.runtime.unlink(missing_ok=True)

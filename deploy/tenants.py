@@ -43,8 +43,15 @@ def with_store(state_url: str, pepper: str, act: Callable[[Any], Awaitable[T]]) 
 
     try:
         return asyncio.run(run())
-    except StateUnavailable:
-        raise TenantError("Redis does not answer") from None
+    except StateUnavailable as bad:
+        raise TenantError(_why(bad.__cause__)) from None
+
+
+def _why(error: BaseException | None) -> str:
+    """A server that is there and refuses, as one on a full disk does, says why."""
+    from redis.exceptions import ResponseError
+
+    return f"Redis refuses: {error}" if isinstance(error, ResponseError) else "Redis does not answer"
 
 
 def with_running_store(state: StateDir, act: Callable[[Any], Awaitable[T]]) -> T:

@@ -3,11 +3,16 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.prompts import SHORT, exact_texts
 from tests.support.reference import plain_answers
 
 ANSWER_TOKENS = 16
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("phasegate", deadline=None)
+settings.load_profile("phasegate")
 
 Texts = dict[int, tuple[str, list[int]]]
 Answers = dict[int, list[int]]

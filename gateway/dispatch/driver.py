@@ -289,7 +289,7 @@ class Call:
         )
         answer = await _as_value(self._s.pool.prefill(self._prefill_replica, request))
         if isinstance(answer, WorkerFault):
-            self._log_fault(Phase.PREFILL, answer)
+            self._note_fault(Phase.PREFILL, self._prefill_replica, answer)
             self._tell(flow.PrefillFailed())
         else:
             self._prefilled = answer
@@ -313,7 +313,7 @@ class Call:
         )
         answer = await _as_value(self._s.pool.decode(self._decode_replica, request))
         if isinstance(answer, WorkerFault):
-            self._log_fault(Phase.DECODE, answer)
+            self._note_fault(Phase.DECODE, self._decode_replica, answer)
             self._tell(flow.DecodeFailed(action.attempt, answer.kind))
         else:
             self._tell(flow.DecodeReturned(action.attempt, answer))
@@ -325,7 +325,7 @@ class Call:
         except TimeoutError:
             answer = WorkerFault(kind=FaultKind.DEADLINE)
         if answer is not None:
-            self._log_fault(Phase.PREFILL, answer)
+            self._note_fault(Phase.PREFILL, replica_id, answer)
 
     async def _run_refetch(self, action: flow.Refetch) -> None:
         event: flow.Event = flow.RefetchFailed(action.attempt)
@@ -335,14 +335,15 @@ class Call:
                     self._s.pool.refetch(self._decode_replica, self._job.request_id, action.from_index)
                 )
             if isinstance(answer, WorkerFault):
-                self._log_fault(Phase.DECODE, answer)
+                self._note_fault(Phase.DECODE, self._decode_replica, answer)
             else:
                 event = flow.Refetched(action.attempt, answer.first_index, answer.token_ids)
         except TimeoutError:
             log.warning("request.refetch.late request_id=%s", self._job.request_id)
         self._tell(event)
 
-    def _log_fault(self, phase: Phase, fault: WorkerFault) -> None:
+    def _note_fault(self, phase: Phase, replica_id: str, fault: WorkerFault) -> None:
+        self._s.fleet.note(replica_id, fault)
         self._s.metrics.fault(phase, fault.kind)
         log.warning(
             "request.fault request_id=%s phase=%s fault=%s detail=%s",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from gateway.dispatch.pools import EnginePool
 from gateway.metrics import LostReplica
 from gateway.routing.snapshot import Candidate
-from workers.api import Frame, Gauges, Phase, ReplicaInfo, WorkerFault
+from workers.api import FaultKind, Frame, Gauges, Phase, ReplicaInfo, WorkerFault
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +27,8 @@ class Member:
     heard_at: float
     gauges: Gauges | None = None
     silent: bool = False
+    suspected: bool = False
+    """A call ended as if the engine were dead."""
     leaving: bool = False
     """Serve lists it no more: it finishes what it has, and gets nothing new."""
     on_lost: dict[str, Callable[[], None]] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class Fleet:
                 ),
             )
             for replica_id, member in self._members.items()
-            if member.info.phase is phase and not (member.silent or member.leaving)
+            if member.info.phase is phase and not (member.silent or member.suspected or member.leaving)
         )
 
     def info(self, replica_id: str) -> ReplicaInfo:
@@ -85,6 +87,13 @@ class Fleet:
         if member := self._members.get(replica_id):
             member.on_lost.pop(request_id, None)
 
+    def note(self, replica_id: str, fault: WorkerFault) -> None:
+        """A call ended so. Where an engine seems to be dead nothing new goes until it speaks again."""
+        member = self._members.get(replica_id)
+        if fault.kind is FaultKind.ENGINE_DEAD and member is not None and not member.suspected:
+            member.suspected = True
+            log.warning("engine.suspected replica=%s", replica_id)
+
     @property
     def in_flight(self) -> int:
         """Places that requests hold in replicas: 0 when nothing runs."""
@@ -97,8 +106,8 @@ class Fleet:
         member.heard_at = self._now()
         if frame.gauges is not None:
             member.gauges = frame.gauges
-        if member.silent:
-            member.silent = False
+        if member.silent or member.suspected:
+            member.silent = member.suspected = False
             log.info("engine.speaks_again engine=%s", frame.engine_id)
 
     async def watch(self, bus_address: str) -> None:

@@ -251,7 +251,7 @@ class Replica:
                 # Without heartbeats every gateway takes the replica for dead: they outlive any mistake here.
                 log.exception("engine %s: no gauges", self._parts.engine_id)
             try:
-                if self._parts.now() - heard < SILENCE_S:
+                if self._parts.now() - heard < SILENCE_S and not self._engine.dead:
                     self._bus.heartbeat(
                         Gauges(free_pages=gauges.free_pages, running=gauges.running, waiting=gauges.waiting)
                     )

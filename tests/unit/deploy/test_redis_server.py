@@ -9,6 +9,7 @@ import psutil
 import pytest
 import redis
 
+from deploy.processes import MARKER, marked
 from deploy.redis_server import RedisError, RedisServer, answers, start_redis
 
 PASSWORD = "correct-horse"
@@ -45,6 +46,19 @@ def test_it_listens_on_loopback_only(server: RedisServer) -> None:
     listening = psutil.Process(server.process.pid).net_connections()
 
     assert {connection.laddr.ip for connection in listening if connection.status == "LISTEN"} == {"127.0.0.1"}
+
+
+def test_it_keeps_the_marker_by_which_leftovers_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis writes its title over its environment unless told not to."""
+    monkeypatch.setenv(MARKER, "marker-of-this-test")
+    running = start_redis(tmp_path / "redis", PASSWORD, tmp_path / "redis.log")
+
+    found = [process.pid for process in marked("marker-of-this-test")]
+
+    running.stop()
+    assert found == [running.process.pid]
 
 
 def test_it_never_evicts(server: RedisServer) -> None:

@@ -15,6 +15,7 @@ from deploy.state import (
     open_state,
     read_private,
     read_runtime,
+    scratch_folders,
     write_private,
 )
 
@@ -144,6 +145,38 @@ def test_a_long_state_folder_has_its_socket_where_the_path_is_short(tmp_path: Pa
     assert mode(Path(runtime.scratch)) == 0o700
     assert read_runtime(state) == runtime
     clear_runtime(state)
+
+
+def test_what_a_killed_supervisor_left_is_found_without_any_file_that_says_so(
+    state: StateDir, tmp_path: Path
+) -> None:
+    """It may be killed between making a folder and writing its name down, or while it writes."""
+    left, other = make_runtime(state), make_runtime(open_state(tmp_path / "other"))
+    for damage in ("", "{", '{"pid": 1}', None):
+        Path(left.scratch).mkdir(exist_ok=True, mode=0o700)
+        (state.root / ".local.json.half").write_text("{")
+        if damage is None:
+            state.runtime.unlink(missing_ok=True)
+        else:
+            state.runtime.touch(mode=0o600)
+            state.runtime.write_text(damage)
+
+        clear_runtime(state)
+
+        assert list(scratch_folders(state)) == []
+        assert sorted(path.name for path in state.root.iterdir()) == ["logs"]
+    assert Path(other.scratch).is_dir()
+    clear_runtime(open_state(tmp_path / "other"))
+
+
+def test_a_private_file_that_cannot_be_written_leaves_the_old_one_and_no_half(state: StateDir) -> None:
+    write_private(state.local, {"a": 1})
+
+    with pytest.raises(TypeError):
+        write_private(state.local, {"a": object()})
+
+    assert read_private(state.local) == {"a": 1}
+    assert [path.name for path in state.root.iterdir() if path.name.startswith(".")] == []
 
 
 def test_only_a_folder_that_we_made_is_removed_as_scratch(state: StateDir, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,6 +71,18 @@ def test_a_dead_redis_is_told(tmp_path: Path) -> None:
 
     with pytest.raises(TenantError, match="Redis does not answer"):
         with_store(f"unix://{tmp_path}/nobody", PEPPER, act)
+
+
+def test_a_redis_that_refuses_to_write_says_why(redis_url: str) -> None:
+    """As it does when its disk is full."""
+    with redis.Redis.from_url(redis_url) as client:
+        client.config_set("min-replicas-to-write", 1)
+
+    async def act(store: object) -> object:
+        return await store.create_account("a")  # type: ignore[attr-defined]
+
+    with pytest.raises(TenantError, match=r"Redis refuses: .*[Nn]ot enough good replicas"):
+        with_store(redis_url, PEPPER, act)
 
 
 def test_without_a_running_system_there_is_no_store_to_open(state: StateDir) -> None:

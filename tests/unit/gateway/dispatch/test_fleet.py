@@ -72,6 +72,31 @@ async def test_a_replica_on_its_way_out_gets_nothing_new_and_finishes_what_it_ha
         watched.fleet.info("d1")
 
 
+async def test_a_suspected_replica_gets_nothing_new_until_it_speaks_and_keeps_what_it_has(
+    watched: Watched,
+) -> None:
+    lost: list[str] = []
+    watched.fleet.enter("d1", "r1", lambda: lost.append("r1"))
+
+    dead = WorkerFault(kind=FaultKind.ENGINE_DEAD)
+    watched.fleet.note("d1", WorkerFault(kind=FaultKind.BUSY))
+    assert watched.fleet.ready()
+    watched.fleet.note("d1", dead)
+    watched.fleet.note("unknown", dead)
+
+    assert watched.fleet.candidates(Phase.DECODE) == ()
+    assert not watched.fleet.ready()
+    assert lost == []
+    watched.hear("d1")
+    assert watched.fleet.ready()
+
+    watched.fleet.note("d1", dead)
+    for _ in range(22):
+        await watched.clock.advance(0.5)
+        watched.hear("p1")
+    assert lost == ["r1"]
+
+
 async def test_a_removed_replica_that_falls_silent_loses_its_requests(watched: Watched) -> None:
     lost: list[str] = []
     watched.fleet.enter("d1", "r1", lambda: lost.append("r1"))

@@ -294,6 +294,30 @@ async def test_prefill_lets_go_of_pages_when_decode_never_comes_for_them(script:
         assert gateway.pool.released == ([] if status == 200 else transfers)
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+async def test_while_no_engine_is_ready_the_next_request_is_refused_at_once_and_told_when_to_come_again(
+    phase: str,
+) -> None:
+    """The first one finds the engine dead, which Serve will not know for a while."""
+    dead = FaultKind.ENGINE_DEAD
+    script = Script(fault=dead) if phase == "decode" else Script(prefill_fault=dead)
+    async with running_gateway(script) as gateway:
+        first = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+        refused = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+
+        assert first.status_code == (502 if phase == "decode" else 200)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engines_unavailable")
+        assert refused.headers["retry-after"].isdigit()
+        assert len(gateway.pool.decodes) == 1
+        script.fault = script.prefill_fault = None
+        await gateway.pool.heartbeat("d1" if phase == "decode" else "p1")
+        async with asyncio.timeout(5):
+            while (await gateway.client.get("/readyz")).status_code != 200:  # noqa: ASYNC110 - as a client sees it
+                await asyncio.sleep(0.01)
+        again = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+        assert again.status_code == 200
+
+
 async def test_abandoned_streams_give_their_slots_back() -> None:
     async with running_gateway(Script(hold_at=1), max_in_flight=1) as gateway:
         for _ in range(6):

@@ -96,6 +96,18 @@ async def test_heartbeats_outlast_a_slow_answer_but_not_a_silent_engine() -> Non
     assert len(bench.board["tcp://g1"].frames) == 2
 
 
+async def test_a_dead_engine_sends_no_heartbeat_at_all() -> None:
+    """A gateway that has seen the death would take one for life."""
+    bench = Bench()
+    replica = await bench.decode_replica()
+    await replica.attach("g1", "tcp://g1")
+    bench.engine.dead = True
+
+    await bench.clock.tick(0.5)
+
+    assert bench.board["tcp://g1"].frames == []
+
+
 async def test_a_silent_engine_fails_the_health_check() -> None:
     bench = Bench()
     replica = await bench.decode_replica()
