@@ -66,6 +66,18 @@ def test_the_target_is_met_up_to_its_value(share: float, met: bool) -> None:
     assert summary(windows, 2, Random(1))["target_met"] is met
 
 
+def test_the_ratio_without_the_control_plane_stands_beside_the_one_of_everything() -> None:
+    control = {"ray": 1.0, "serve controller": 1.0}
+    windows = [
+        window(BUS, cpu_s={"gateway": 1.0} | control),
+        window(HANDLE, cpu_s={"gateway": 2.0} | control),
+    ]
+
+    found = summary(windows, 2, Random(1))
+
+    assert (found["ratio_to_handle"], found["serving_ratio_to_handle"]) == (0.75, 0.5)
+
+
 def test_the_summary_is_of_its_number_of_streams_only() -> None:
     assert summary([window(streams=2), window(HANDLE, streams=2)], 64, Random(1))["ratio_to_handle"] is None
 
