@@ -231,6 +231,7 @@ def replica_config(plan: Plan) -> ReplicaConfig:
         model_dir=str(plan.model_dir),
         host=internal_host(plan),
         device=plan.device,
+        logs=str(plan.logs),
         mode=mode,
         testing=testing,
         shutdown_grace_s=plan.config.limits.shutdown_grace_s,

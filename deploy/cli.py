@@ -16,6 +16,7 @@ from deploy.redis_server import RedisError
 from deploy.signals import StopRequested
 from deploy.state import StateError
 from deploy.tenants import TenantError
+from deploy.trace_view import TraceError
 from deploy.yaml_file import ConfigError
 
 EXPECTED = (
@@ -27,6 +28,7 @@ EXPECTED = (
     RedisError,
     StateError,
     TenantError,
+    TraceError,
 )
 
 
@@ -44,6 +46,11 @@ def parser() -> argparse.ArgumentParser:
     status = _verb(verbs, "status", "show replicas and gateways", commands.status)
     status.add_argument("--json", action="store_true", help="as JSON")
     _state(status)
+
+    trace = _verb(verbs, "trace", "show where one request spent its time", commands.trace)
+    trace.add_argument("request", metavar="REQUEST_ID", help="its id, or the x-request-id of its answer")
+    trace.add_argument("--json", action="store_true", help="as JSON")
+    _state(trace)
 
     chat = _verb(verbs, "chat", "talk to the running model", commands.chat)
     chat.add_argument("message", nargs="?", help="one message; without it, a conversation")
@@ -97,6 +104,7 @@ def _configured(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--profile", help="model profile: a name (see `model list`) or a file")
     verb.add_argument("--config", type=Path, metavar="FILE", help="configuration file (YAML)")
     verb.add_argument("--port", type=int, help="HTTP port (default 8600)")
+    verb.add_argument("--internal-port", type=int, help="port for metrics and traces (default 8601; 0: none)")
 
 
 def _state(verb: argparse.ArgumentParser) -> None:

@@ -1,5 +1,6 @@
 """What each `phasegate` command does. Heavy parts are imported by the commands that need them."""
 
+import contextlib
 import json
 import sys
 import time
@@ -16,6 +17,8 @@ from deploy.state import StateDir, StateError, clear_runtime, held, open_state, 
 from deploy.yaml_file import ConfigError, told
 
 DOWN_TIMEOUT_S: Final = 90.0
+TRACE_WAIT_S: Final = 2.0
+"""Spans are written in batches: see deploy/tracing.py."""
 
 
 def say(line: str) -> None:
@@ -28,13 +31,18 @@ def state_of(options: Namespace) -> StateDir:
     return open_state(options.state or configuration.default_state_dir())
 
 
+def _chosen(options: Namespace) -> dict[str, Any]:
+    """What the command line says of the configuration; None: nothing."""
+    return {name: getattr(options, name) for name in ("profile", "port", "internal_port")}
+
+
 def up(options: Namespace) -> int:
     if options.detach:
         return _up_detached(options)
     from deploy.local import Ready, StartError, Supervisor
     from deploy.progress import progress_bar
 
-    config = config_file.load(options.config, profile=options.profile, port=options.port)
+    config = config_file.load(options.config, **_chosen(options))
     state = state_of(options)
 
     def on_ready(ready: Ready) -> None:
@@ -76,15 +84,14 @@ def welcome(base_url: str, model: str, state: StateDir) -> str:
 
 
 def _up_detached(options: Namespace) -> int:
-    config_file.load(options.config, profile=options.profile, port=options.port)  # fail here, not there
+    config_file.load(options.config, **_chosen(options))  # fail here, not there
     state = state_of(options)
     if held(state):
         raise StateError(_running(state))
     arguments = ["--state", str(state.root)]
-    for name in ("profile", "config", "port"):
-        value = getattr(options, name)
+    for name, value in {"config": options.config, **_chosen(options)}.items():
         if value is not None:
-            arguments += [f"--{name}", str(value)]
+            arguments += [f"--{name.replace('_', '-')}", str(value)]
     switch = StopSwitch()
     switch.install()
     # The supervisor is in a session of its own: told to stop, we stop it, however we are told.
@@ -99,7 +106,7 @@ def _running(state: StateDir) -> str:
 
 
 def config_check(options: Namespace) -> int:
-    found = config_file.gather(options.config, profile=options.profile, port=options.port)
+    found = config_file.gather(options.config, **_chosen(options))
     state = StateDir((options.state or configuration.default_state_dir()).expanduser().absolute())
     running = held(state)
     mistakes = [
@@ -117,7 +124,7 @@ def config_check(options: Namespace) -> int:
 
 
 def config_show(options: Namespace) -> int:
-    found = config_file.gather(options.config, profile=options.profile, port=options.port)
+    found = config_file.gather(options.config, **_chosen(options))
     if found.mistakes:
         raise ConfigError(told(found.source, found.mistakes))
     say(config_file.show(found))
@@ -177,6 +184,48 @@ def status(options: Namespace) -> int:
     if not state.local.exists():
         say("not ready yet")
     return 0
+
+
+def trace(options: Namespace) -> int:
+    from deploy import trace_view
+
+    state = state_of(options)
+    root = _await_trace(state, options.request)
+    if root is None:
+        raise trace_view.TraceError(_untold(state, options.request))
+    say(json.dumps(trace_view.to_json(root), indent=2) if options.json else trace_view.text(root))
+    return 0
+
+
+def _await_trace(state: StateDir, name: str) -> Any:
+    """The request's spans; those of one that has just ended may be on their way to the files."""
+    from deploy import trace_view
+
+    deadline = time.monotonic() + (TRACE_WAIT_S if held(state) else 0)
+    root = trace_view.find(state.logs, name)
+    while not trace_view.complete(root) and time.monotonic() < deadline:
+        time.sleep(0.1)
+        root = trace_view.find(state.logs, name)
+    return root
+
+
+def _untold(state: StateDir, name: str) -> str:
+    """Why there is no trace, as far as that is known."""
+    from urllib.parse import quote
+
+    runtime = read_runtime(state) if held(state) else None
+    if runtime is not None:
+        with contextlib.suppress(control.ControlError):
+            summary = control.ask(runtime.control_socket, "GET", f"/requests/{quote(name, safe='')}")
+            if not summary["sampled"]:
+                return (
+                    f"request {summary['request_id']} was not sampled: see tracing.sample_ratio and the "
+                    "client's traceparent"
+                )
+    return (
+        f"no trace of {name!r} in {state.logs}: the request is unknown, still runs, was not sampled, or is "
+        "too long ago"
+    )
 
 
 def chat(options: Namespace) -> int:

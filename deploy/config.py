@@ -20,6 +20,9 @@ from deploy.yaml_file import ConfigError, Mistake, told
 STRICT: ConfigDict = {"extra": "forbid", "strict": True}
 PROFILE_DEFAULT = "smollm2-135m"
 PORT_DEFAULT = 8600
+INTERNAL_PORT_DEFAULT = 8601
+INTERNAL_HOST: Final = "127.0.0.1"
+"""Where the internal port listens: operators are on this machine, or come through a tunnel."""
 SECRET: Final = {"secret": True}
 """Metadata of a field whose value is never shown whole."""
 
@@ -145,6 +148,8 @@ class SystemConfig:
     """Address of the HTTP surface. Everything else listens on loopback."""
     port: Port = PORT_DEFAULT
     """Port of the HTTP surface."""
+    internal_port: Annotated[int, Ge(0), Le(65535)] = INTERNAL_PORT_DEFAULT
+    """Port on loopback for metrics, requests and traces; it asks for a token. 0: there is none."""
     expose: bool = False
     """Says that a `host` other than loopback is meant. The HTTP surface speaks clear text: let a proxy in
     front of it, or a private network, protect keys and prompts on the way."""
@@ -157,6 +162,10 @@ class SystemConfig:
     dashboard: DashboardConfig = DashboardConfig()
     testing: TestingConfig = TestingConfig()
     tracing: TracingConfig = TracingConfig()
+
+    def __post_init__(self) -> None:
+        if self.internal_port == self.port:
+            raise ValueError(f"internal_port must be another one than port, not {self.port} as well")
 
 
 _adapter: Final = TypeAdapter(SystemConfig)

@@ -37,14 +37,21 @@ class Gathered:
         return frozenset(mistake.key.split(".")[0] for mistake in self.mistakes)
 
 
-def gather(path: Path | None, *, profile: str | None = None, port: int | None = None) -> Gathered:
+def gather(
+    path: Path | None,
+    *,
+    profile: str | None = None,
+    port: int | None = None,
+    internal_port: int | None = None,
+) -> Gathered:
     """Everything that the file, if any, and the command line say.
 
     Raises:
         ConfigError: the file cannot be read, or is not YAML.
     """
     document = Document(value=None) if path is None else read_document(path)
-    chosen = {key: value for key, value in (("profile", profile), ("port", port)) if value is not None}
+    options = {"profile": profile, "port": port, "internal_port": internal_port}
+    chosen = {key: value for key, value in options.items() if value is not None}
     origins = {key: f"{path}:{line}" for key, line in document.lines.items()}
     origins |= dict.fromkeys(chosen, COMMAND_LINE)
     raw, mistakes = document.value, list(document.mistakes)
@@ -60,13 +67,19 @@ def gather(path: Path | None, *, profile: str | None = None, port: int | None = 
     )
 
 
-def load(path: Path | None, *, profile: str | None = None, port: int | None = None) -> SystemConfig:
+def load(
+    path: Path | None,
+    *,
+    profile: str | None = None,
+    port: int | None = None,
+    internal_port: int | None = None,
+) -> SystemConfig:
     """The file, if any, with what the command line says on top.
 
     Raises:
         ConfigError: with one line for each mistake, what mode `production` refuses included.
     """
-    found = gather(path, profile=profile, port=port)
+    found = gather(path, profile=profile, port=port, internal_port=internal_port)
     if found.mistakes:
         raise ConfigError(told(found.source, found.mistakes))
     return found.config

@@ -6,6 +6,7 @@ POST /stop            begin to stop; answers at once
 """
 
 import asyncio
+import contextlib
 import http.client
 import json
 import logging
@@ -14,7 +15,7 @@ import signal
 import socket
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -23,6 +24,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from deploy.internal import internal_app
+from deploy.metrics_page import ProcessPage
 from workers.api import Phase, ReplicaStatus
 
 ANSWER_TIMEOUT_S: Final = 5.0
@@ -50,6 +53,8 @@ class Fleet(Protocol):
     async def drain(self, grace_s: float) -> list[dict[str, int]]:
         """Let requests finish for so long, take no new ones, end what is left. One account per gateway."""
 
+    async def metrics(self) -> list[ProcessPage]: ...
+
 
 class NoFleet:
     """Before there is one."""
@@ -64,6 +69,9 @@ class NoFleet:
         return None
 
     async def drain(self, grace_s: float) -> list[dict[str, int]]:
+        return []
+
+    async def metrics(self) -> list[ProcessPage]:
         return []
 
 
@@ -105,6 +113,24 @@ class ServeFleet:
     async def drain(self, grace_s: float) -> list[dict[str, int]]:
         return await self._broadcast("drain", grace_s, within_s=grace_s + DRAIN_MARGIN_S)
 
+    async def metrics(self) -> list[ProcessPage]:
+        asked = [(phase, replica) for phase in Phase for replica in self._pool.replicas(phase)]
+        gateways, *engines = await asyncio.gather(
+            self._broadcast("metrics"), *(self._page(phase, replica) for phase, replica in asked)
+        )
+        return [
+            *(ProcessPage(process="gateway", replica=name, text=page.decode()) for name, page in gateways),
+            *engines,
+        ]
+
+    async def _page(self, phase: Phase, replica: str) -> ProcessPage:
+        text: str | None = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                answer = await self._pool.metrics(phase, replica)
+            text = answer.decode() if isinstance(answer, bytes) else None
+        return ProcessPage(process=phase.value, replica=replica, text=text)
+
     async def _broadcast(
         self, method: str, *args: str | float, within_s: float = ANSWER_TIMEOUT_S
     ) -> list[Any]:
@@ -117,18 +143,36 @@ class ServeFleet:
         return [result for result in results if not isinstance(result, BaseException)]
 
 
+@dataclass(frozen=True, slots=True)
+class Internal:
+    """A second listener, served beside the socket: see `deploy/internal.py`."""
+
+    listener: socket.socket
+    """Bound; closed with the server."""
+    token: str = field(repr=False)
+    logs: Path
+
+
 class ControlServer:
     """Runs in a thread of its own, so that it answers while the supervisor starts, waits and stops."""
 
-    def __init__(self, path: Path, stop: Callable[[], None], *, grace_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        stop: Callable[[], None],
+        internal: Internal | None = None,
+        *,
+        grace_s: float = 0.0,
+    ) -> None:
         """`grace_s`: how long requests in flight may go on after a stop, for who waits for its end."""
         self._path = path
         self._grace_s = grace_s
         self._stop = stop
+        self._internal = internal
         self._fleet: Fleet = NoFleet()
         self._phase = "starting"
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._server: Any = None
+        self._servers: list[tuple[Any, socket.socket]] = []
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
         self._started = threading.Event()
 
@@ -139,7 +183,7 @@ class ControlServer:
             ControlError: it does not.
         """
         self._thread.start()
-        if not self._started.wait(START_TIMEOUT_S) or self._server is None:
+        if not self._started.wait(START_TIMEOUT_S) or not self._servers:
             raise ControlError(f"cannot listen on {self._path}")
 
     def use(self, make: Callable[[], Fleet], phase: str) -> None:
@@ -166,18 +210,18 @@ class ControlServer:
 
     def close(self) -> None:
         """Idempotent. Ends requests in progress."""
-        if self._server is not None and self._thread.is_alive():
-            self._server.should_exit = True
-            self._server.force_exit = True
+        if self._servers and self._thread.is_alive():
+            for server, _ in self._servers:
+                server.should_exit = server.force_exit = True
             self._thread.join(START_TIMEOUT_S)
+        if self._internal is not None:
+            self._internal.listener.close()
         self._path.unlink(missing_ok=True)
 
     def _run(self) -> None:
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
-        import uvicorn
-
         self._loop = asyncio.get_running_loop()
         listener = socket.socket(socket.AF_UNIX)
         try:
@@ -185,10 +229,12 @@ class ControlServer:
             listener.bind(str(self._path))  # its folder is private from the start, so nobody slips in
             self._path.chmod(0o600)
             listener.listen()
-            config = uvicorn.Config(self._app(), log_config=None, access_log=False, lifespan="off")
-            self._server = uvicorn.Server(config)
+            self._servers = [(_server(self._app()), listener)]
+            if (internal := self._internal) is not None:
+                app = internal_app(lambda: self._fleet, internal.token, internal.logs)
+                self._servers.append((_server(app), internal.listener))
             self._loop.call_soon(self._started.set)
-            await self._server.serve(sockets=[listener])
+            await asyncio.gather(*(server.serve(sockets=[at]) for server, at in self._servers))
         except OSError:
             log.exception("control.listen.failed path=%s", self._path)
         finally:
@@ -215,6 +261,12 @@ class ControlServer:
     async def _stop_route(self, _: Request) -> Response:
         self._stop()
         return JSONResponse({"pid": os.getpid(), "was": self._phase, "grace_s": self._grace_s})
+
+
+def _server(app: Starlette) -> Any:
+    import uvicorn
+
+    return uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
 
 
 def status_json(replicas: list[ReplicaStatus], gateways: list[dict[str, Any]]) -> dict[str, Any]:

@@ -75,7 +75,8 @@ def _start(state: Path, cli: Sequence[str]) -> None:
     Raises:
         DemoFailed: it did not start.
     """
-    argv = [*cli, "up", "--state", str(state), "--port", str(_free_port()), "--detach"]
+    argv = [*cli, "up", "--state", str(state), "--port", str(_free_port())]
+    argv += ["--internal-port", "0", "--detach"]
     with subprocess.Popen(argv, start_new_session=True) as up:
         try:
             code = up.wait()

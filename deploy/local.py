@@ -18,8 +18,9 @@ import httpx
 from deploy import ingress, model_store, preflight, tenants, watch
 from deploy.cluster_environment import driver_environment, make_token
 from deploy.config import SystemConfig
-from deploy.control import ControlServer, ServeFleet, stop_self
+from deploy.control import ControlServer, Internal, ServeFleet, stop_self
 from deploy.haproxy_log import HaproxyLog
+from deploy.internal import InternalPortError, listen
 from deploy.logs import keep_bounded
 from deploy.processes import MARKER, end_marked
 from deploy.production import is_loopback
@@ -35,6 +36,7 @@ from deploy.state import (
     make_runtime,
     write_private,
 )
+from deploy.trace_files import prune
 from deploy.watch import PartLost, RedisKeeper
 from deploy.yaml_file import told
 from workers.profile.schema import ModelProfile
@@ -133,11 +135,15 @@ class Supervisor:
         undo.callback(os.environ.pop, MARKER, None)
         with self._switch.held_back():
             runtime = make_runtime(self._state)
+        prune(self._state.logs)
         # Temporary files of every process of the system go with the system.
         os.environ["TMPDIR"] = runtime.scratch
         undo.callback(os.environ.pop, "TMPDIR", None)
         control = ControlServer(
-            Path(runtime.control_socket), stop_self, grace_s=self._config.limits.shutdown_grace_s
+            Path(runtime.control_socket),
+            stop_self,
+            self._internal(),
+            grace_s=self._config.limits.shutdown_grace_s,
         )
         undo.callback(control.close)
         control.start()
@@ -150,6 +156,16 @@ class Supervisor:
         control.use(ServeFleet, "ready")
         undo.callback(self._drain, control)
         on_ready(self._become_ready(profile, state_url, secrets))
+
+    def _internal(self) -> Internal | None:
+        if not self._config.internal_port:
+            return None
+        try:
+            listener = listen(self._config.internal_port)
+        except InternalPortError as bad:
+            raise StartError(str(bad)) from None
+        make_token(self._state.internal_token)
+        return Internal(listener, self._state.internal_token.read_text(), self._state.logs)
 
     def _check_machine(self) -> None:
         if not is_loopback(self._config.host):

@@ -7,12 +7,10 @@ files go. A disk that is full costs log lines, never a request.
 import logging
 import os
 import shutil
-from io import TextIOWrapper
-from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from kv_transfer.api import FieldFormatter
+from kv_transfer.api import FieldFormatter, PrivateLog
 
 OURS: Final = ("gateway", "workers", "kv_transfer", "deploy")
 MOST_BYTES: Final = 16 * 1024**2
@@ -21,19 +19,9 @@ MOST_FILES: Final = 40
 """Of replicas, old ones included: a replica that is replaced leaves its file."""
 
 
-class _PrivateFile(RotatingFileHandler):
-    def _open(self) -> TextIOWrapper:
-        handle = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        return os.fdopen(handle, "a")
-
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the base's name
-        """The line is lost, for want of room or of its folder. There is nowhere to say so."""
-
-
 def log_to_file(path: Path, *, most_bytes: int = MOST_BYTES) -> None:
     """From now on this process's log lines, ours from INFO and others' from WARNING, go to a private file."""
-    handler = _PrivateFile(path, maxBytes=most_bytes, backupCount=1)
-    handler.setFormatter(FieldFormatter())
+    handler = PrivateLog(path, most_bytes)
     root = logging.getLogger()
     root.addHandler(handler)
     root.setLevel(logging.WARNING)

@@ -16,7 +16,7 @@ import psutil
 
 from deploy import model_store, profiles
 from deploy.cluster_environment import OBJECT_STORE_BYTES
-from deploy.config import SystemConfig
+from deploy.config import INTERNAL_HOST, SystemConfig
 from deploy.production import profile_refusals, secret_refusals
 from deploy.state import Secrets, StateDir, StateError, read_private
 from deploy.yaml_file import ConfigError, Mistake
@@ -99,7 +99,7 @@ def problems(
     found: list[Mistake] = []
     if "profile" not in doubtful:
         found += _profile_problems(config, cache, machine)
-    if not running and not doubtful & {"host", "port"}:
+    if not running and not doubtful & {"host", "port", "internal_port"}:
         found += _port_problems(config, machine)
     if config.ingress == "haproxy" and (problem := machine.haproxy_problem()):
         found.append(
@@ -170,6 +170,13 @@ def _port_problems(config: SystemConfig, machine: Machine) -> Iterator[Mistake]:
         yield Mistake(
             "port",
             f"{config.port} on {config.host} cannot be used ({problem}): choose another one with --port",
+        )
+    internal = config.internal_port
+    if internal and (problem := machine.port_problem(INTERNAL_HOST, internal)):
+        yield Mistake(
+            "internal_port",
+            f"{internal} on {INTERNAL_HOST} cannot be used ({problem}): choose another one with "
+            "--internal-port, or 0 for none",
         )
     dashboard = config.dashboard
     if dashboard.host is not None and (problem := machine.port_problem(dashboard.host, dashboard.port)):

@@ -56,6 +56,11 @@ class StateDir:
         return self.root / "ray-token"
 
     @property
+    def internal_token(self) -> Path:
+        """Without it nobody is answered on the internal port."""
+        return self.root / "internal-token"
+
+    @property
     def runtime(self) -> Path:
         return self.root / "runtime.json"
 
@@ -244,7 +249,8 @@ def clear_runtime(state: StateDir) -> None:
 
     Nothing is read: a supervisor may have been killed while it wrote.
     """
-    for file in (state.local, state.gateway_secrets, state.ray_token, state.root / "control.sock"):
+    tokens = (state.ray_token, state.internal_token)
+    for file in (state.local, state.gateway_secrets, *tokens, state.root / "control.sock"):
         file.unlink(missing_ok=True)
     for folder in scratch_folders(state):
         shutil.rmtree(folder, ignore_errors=True)

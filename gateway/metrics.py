@@ -57,6 +57,10 @@ class BusCounts(Protocol):
     def unclaimed(self) -> int:
         """Items that no request waited for."""
 
+    @property
+    def refused(self) -> int:
+        """Connections of who is no member of the system."""
+
 
 class GatewayMetrics:
     """Counted by one process; `page` is what a scrape gets."""
@@ -211,4 +215,9 @@ class _BusCollector:
             "phasegate_bus_items_unclaimed_total",
             "Items on the token bus that no request waited for: news of requests that are over.",
             value=self._counts.unclaimed,
+        )
+        yield CounterMetricFamily(
+            "phasegate_bus_clients_refused_total",
+            "Connections to the token bus of who is no member of the system.",
+            value=self._counts.refused,
         )

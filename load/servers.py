@@ -88,6 +88,7 @@ def phasegate(profile: Path, settings: Mapping[str, Any] | None = None) -> Itera
     with tempfile.TemporaryDirectory(prefix="load-") as folder:
         state = Path(folder) / "state"
         up = [*_CLI, "up", "--profile", str(profile), "--state", str(state), "--port", str(free_port())]
+        up += ["--internal-port", "0"]
         if settings is not None:
             file = Path(folder) / "system.yaml"
             file.write_text(json.dumps(settings))  # which is YAML too

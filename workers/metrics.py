@@ -88,12 +88,21 @@ class ReplicaMetrics:
             "Items handed to the token bus and not yet accepted by its sockets: its depth.",
             registry=registry,
         )
-        self._bus_dropped = Counter(
+        self._bus_dropped = _Tally(
             "phasegate_bus_items_dropped_total",
             "Items that no socket accepted; their receivers see a gap and refetch them.",
-            registry=registry,
+            registry,
         )
-        self._dropped_before = 0
+        self._malformed = _Tally(
+            "phasegate_control_messages_malformed_total",
+            "Messages on the control channel of transfers that were none.",
+            registry,
+        )
+        self._strangers = _Tally(
+            "phasegate_control_clients_refused_total",
+            "Connections to the control channel of who is no member of the system.",
+            registry,
+        )
         for kind in FaultKind:
             self._faults.labels(kind.value)
         self._transfers.labels(HandoffOutcome.SHIPPED.value, "")
@@ -131,6 +140,20 @@ class ReplicaMetrics:
         self._requests.labels("waiting").set(gauges.waiting if gauges else math.nan)
         self._in_flight.set(gauges.in_flight_transfers if gauges else math.nan)
         self._bus_queued.set(bus_queue)
-        self._bus_dropped.inc(bus_dropped - self._dropped_before)
-        self._dropped_before = bus_dropped
+        self._bus_dropped.rise_to(bus_dropped)
+        if gauges is not None:
+            self._malformed.rise_to(gauges.malformed_messages)
+            self._strangers.rise_to(gauges.strangers_refused)
         return generate_latest(self._registry)
+
+
+class _Tally:
+    """A counter of what somebody else counts."""
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
+        self._counter = Counter(name, text, registry=registry)
+        self._seen = 0
+
+    def rise_to(self, count: int) -> None:
+        self._counter.inc(count - self._seen)
+        self._seen = count

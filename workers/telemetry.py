@@ -23,7 +23,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kv_transfer.api import HandoffOutcome, HandoffReport, request_fields
+from kv_transfer.api import HandoffOutcome, HandoffReport, StartReport, request_fields
 from workers.api import FaultKind
 from workers.metrics import ReplicaMetrics
 
@@ -39,6 +39,7 @@ class Work:
     def __init__(self, telemetry: "Telemetry", span: Span, traceparent: str) -> None:
         self._telemetry = telemetry
         self._span = span
+        self._transfer_told = False
         self.traceparent = traceparent
         """Context of this work, for what it asks of others; empty when nobody traces."""
 
@@ -56,10 +57,23 @@ class Work:
             self._span.set_attribute("phasegate.fault", fault.value)
             self._span.set_status(Status(StatusCode.ERROR, fault.value))
 
-    def transfer(self, report: HandoffReport | None) -> None:
-        """The transfer that the engine reports, as a child with the engine's own times."""
-        if report is None:
+    def begun(self, start: StartReport | None) -> None:
+        """The first output is here; None: this engine does not tell when it began."""
+        if start is None:
             return
+        self._telemetry.metrics.queued(start.queued_s)
+        self.note(queued_ms=round(start.queued_s * 1e3, 3))
+        self._transfer(start.handoff)
+
+    def ended(self, handoff: HandoffReport | None) -> None:
+        """The last output is here."""
+        self._transfer(handoff)
+
+    def _transfer(self, report: HandoffReport | None) -> None:
+        """The transfer that the engine reports, as a child with the engine's own times. Told once."""
+        if report is None or self._transfer_told:
+            return
+        self._transfer_told = True
         self._telemetry.metrics.transfer(report)
         if self._span.is_recording():
             self._telemetry.transfer_span(self._span, report)

@@ -8,14 +8,14 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Self
 
 from gateway.dispatch import flow
 from gateway.dispatch.bus_receiver import BusReceiver
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.inbox import Inbox
-from gateway.dispatch.pools import EnginePool
-from gateway.dispatch.summary import RequestSummary, Summaries
+from gateway.dispatch.pools import EnginePool, as_value
+from gateway.dispatch.summary import RequestSummary, Summaries, rate
 from gateway.drain import Drain
 from gateway.errors import (
     DRAIN_RETRY_AFTER_S,
@@ -30,6 +30,7 @@ from gateway.metrics import GatewayMetrics, Stage
 from gateway.routing.policy import choose
 from gateway.routing.snapshot import Ask
 from gateway.telemetry import RequestTrace
+from kv_transfer.api import HandoffReport
 from workers.api import (
     DecodeRequest,
     DecodeResult,
@@ -44,7 +45,6 @@ from workers.api import (
 )
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 SETTLE_S: Final = 0.25
 """Seconds that bus frames may lag behind the control call before tokens are asked for again."""
@@ -113,6 +113,8 @@ class Call:
         self._prefill_replica: str | None = None
         self._decode_replica = ""
         self._prefilled: PrefillResult | None = None
+        self._handoff: HandoffReport | None = None
+        """As told with the first token: decode's own account may never come."""
         self._started = services.now()
         self._first_at: float | None = None
         self._status = "client_gone"
@@ -238,6 +240,8 @@ class Call:
         self._events.put(event)
 
     def _on_item(self, item: Item) -> None:
+        if item.handoff is not None and item.attempt == self._state.attempt:
+            self._handoff = item.handoff
         self._tell(flow.Arrived(item.attempt, item.first_index, item.token_ids))
 
     def _advance(self, event: flow.Event) -> tuple[flow.Action, ...]:
@@ -287,7 +291,7 @@ class Call:
             deadline_s=self._left_s(),
             traceparent=self._traceparent,
         )
-        answer = await _as_value(self._s.pool.prefill(self._prefill_replica, request))
+        answer = await as_value(self._s.pool.prefill(self._prefill_replica, request))
         if isinstance(answer, WorkerFault):
             self._note_fault(Phase.PREFILL, self._prefill_replica, answer)
             self._tell(flow.PrefillFailed())
@@ -311,7 +315,7 @@ class Call:
             prefill_engine=self._s.fleet.info(source).engine_id if source else None,
             traceparent=self._traceparent,
         )
-        answer = await _as_value(self._s.pool.decode(self._decode_replica, request))
+        answer = await as_value(self._s.pool.decode(self._decode_replica, request))
         if isinstance(answer, WorkerFault):
             self._note_fault(Phase.DECODE, self._decode_replica, answer)
             self._tell(flow.DecodeFailed(action.attempt, answer.kind))
@@ -331,7 +335,7 @@ class Call:
         event: flow.Event = flow.RefetchFailed(action.attempt)
         try:
             async with asyncio.timeout(REFETCH_TIMEOUT_S):
-                answer = await _as_value(
+                answer = await as_value(
                     self._s.pool.refetch(self._decode_replica, self._job.request_id, action.from_index)
                 )
             if isinstance(answer, WorkerFault):
@@ -362,11 +366,7 @@ class Call:
 
     def _summary(self) -> RequestSummary:
         seconds = self._s.now() - self._started
-        rate = None
-        if self._first_at is not None and self.billed_tokens > 1:
-            streaming_s = seconds - (self._first_at - self._started)
-            rate = (self.billed_tokens - 1) / streaming_s if streaming_s > 0 else None
-        handoff = self.result.handoff if self.result is not None else None
+        handoff = self.result.handoff if self.result is not None else self._handoff
         return RequestSummary(
             request_id=self._job.request_id,
             label=self._job.label,
@@ -386,14 +386,5 @@ class Call:
             ttft_s=self.ttft_s,
             engine_ttft_s=self.result.first_token_s if self.result is not None else None,
             seconds=seconds,
-            tokens_per_s=rate,
+            tokens_per_s=rate(self.billed_tokens, self.ttft_s, seconds),
         )
-
-
-async def _as_value(work: Coroutine[Any, Any, T | WorkerFault]) -> T | WorkerFault:
-    """A pool answers with values; should it raise after all, the request still needs an end."""
-    try:
-        return await work
-    except Exception as error:
-        log.exception("engine.call.raised")
-        return WorkerFault(kind=FaultKind.INTERNAL, detail=type(error).__name__)

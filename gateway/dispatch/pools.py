@@ -64,7 +64,7 @@ class ServePool:
         self._methods = {
             (phase, method): handle.options(method_name=method)
             for phase, handle in self._handles.items()
-            for method in (phase.value, _OWN[phase], "attach", "status")
+            for method in (phase.value, _OWN[phase], "attach", "status", "metrics")
         }
 
     def replicas(self, phase: Phase) -> tuple[str, ...]:
@@ -99,6 +99,11 @@ class ServePool:
 
     async def status(self, phase: Phase, replica_id: str) -> ReplicaStatus | WorkerFault:
         answer: ReplicaStatus | WorkerFault = await self._call(phase, "status", replica_id)
+        return answer
+
+    async def metrics(self, phase: Phase, replica_id: str) -> bytes | WorkerFault:
+        """The replica's metrics in Prometheus' text form."""
+        answer: bytes | WorkerFault = await self._call(phase, "metrics", replica_id)
         return answer
 
     async def _call(self, phase: Phase, method: str, replica_id: str, *args: object) -> Any:
@@ -148,3 +153,12 @@ def classify(error: BaseException, cause: BaseException) -> FaultKind:
     if isinstance(error, RayActorError | LookupError) or isinstance(cause, RayActorError):
         return FaultKind.ENGINE_DEAD
     return FaultKind.INTERNAL
+
+
+async def as_value(work: Awaitable[T | WorkerFault]) -> T | WorkerFault:
+    """A pool answers with values; should it raise after all, the request still needs an end."""
+    try:
+        return await work
+    except Exception as error:
+        log.exception("engine.call.raised")
+        return WorkerFault(kind=FaultKind.INTERNAL, detail=type(error).__name__)

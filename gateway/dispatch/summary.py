@@ -38,6 +38,13 @@ class RequestSummary:
     """Of the tokens after the first one."""
 
 
+def rate(tokens: int, ttft_s: float | None, seconds: float) -> float | None:
+    """Tokens a second after the first one; None where there is no second."""
+    if ttft_s is None or tokens < 2 or seconds <= ttft_s:
+        return None
+    return (tokens - 1) / (seconds - ttft_s)
+
+
 class Summaries:
     """The last `KEPT` finished requests."""
 

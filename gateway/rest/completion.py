@@ -203,16 +203,13 @@ class TokenStream(Response):
         self._dialect = dialect
         self._facts = facts
         self._receive = receive
-        self._whole = False
-        """Everything was sent. A server tells a disconnect after that, too: it is none."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._stack:
             try:
                 await until_disconnect(self._receive, self._stream(send))
             except (ClientLeft, OSError):
-                if not self._whole:
-                    self._facts.update(ended="client_gone")
+                self._facts.update(ended="client_gone")
             finally:
                 _note(self._facts, self._generation)
 
@@ -235,7 +232,6 @@ class TokenStream(Response):
             log.exception("stream.failed")
             self._facts.update(ended=InternalError.code)
             await _write(send, sse.frame(problem.body(InternalError())))
-        self._whole = True
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -3,8 +3,8 @@
 from kv_transfer.api.errors import TransferCause, TransferError
 from kv_transfer.api.faults import FaultConfig
 from kv_transfer.api.gauges import EngineGauges
-from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
-from kv_transfer.api.log_fields import FieldFormatter, request_fields
+from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, StartReport, Ticket
+from kv_transfer.api.log_fields import FieldFormatter, PrivateLog, request_fields
 from kv_transfer.api.membership import Gate, Membership
 from kv_transfer.api.page import Layout, WireFormat
 
@@ -17,7 +17,9 @@ __all__ = [
     "HandoffReport",
     "Layout",
     "Membership",
+    "PrivateLog",
     "Role",
+    "StartReport",
     "Ticket",
     "TransferCause",
     "TransferError",

@@ -16,3 +16,7 @@ class EngineGauges:
     """Where peers send offers, by worker rank."""
     page_bytes: int
     block_size: int
+    malformed_messages: int = 0
+    """On the control channel, since the engine's start: what was no message."""
+    strangers_refused: int = 0
+    """Connections to the control channel, since the engine's start, of who is no member of the system."""

@@ -11,6 +11,8 @@ from kv_transfer.api.errors import TransferCause
 
 PARAMS_KEY: Final = "phasegate"
 """Key inside vLLM's `kv_transfer_params`. Clients can never set it."""
+START_KEY: Final = "phasegate_start"
+"""Likewise, in what an engine answers first."""
 
 
 class Role(StrEnum):
@@ -78,3 +80,21 @@ class HandoffReport:
     def from_params(params: Mapping[str, Any] | None) -> "HandoffReport | None":
         raw = (params or {}).get(PARAMS_KEY)
         return None if raw is None else msgspec.convert(raw, HandoffReport)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartReport:
+    """What an engine tells of a request with its first output."""
+
+    queued_s: float
+    """From its arrival in the engine to the first step that computed it; decode waits for its pages then."""
+    handoff: HandoffReport | None
+    """How its pages came; None when none were to come, or the engine told it already."""
+
+    def to_params(self) -> dict[str, Any]:
+        return {START_KEY: msgspec.to_builtins(self)}
+
+    @staticmethod
+    def from_params(params: Mapping[str, Any] | None) -> "StartReport | None":
+        raw = (params or {}).get(START_KEY)
+        return None if raw is None else msgspec.convert(raw, StartReport)

@@ -5,13 +5,20 @@ call, and the request that the emitting task works for.
 """
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 FORMAT: Final = "%(asctime)s %(levelname)s %(process)d %(name)s %(message)s"
+
+MAX_BYTES: Final = 16 * 1024**2
+"""Of one log file."""
 
 _FORMATTED: Final = frozenset({"message", "asctime"})
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
@@ -27,6 +34,12 @@ def request_fields(request_id: str, trace_id: str = "") -> Iterator[None]:
         yield
     finally:
         _request.reset(before)
+
+
+def traced(traceparent: str) -> dict[str, str]:
+    """The field `trace_id` of a W3C trace context; none where there is none."""
+    parts = traceparent.split("-")
+    return {"trace_id": parts[1]} if len(parts) > 1 else {}
 
 
 class FieldFormatter(logging.Formatter):
@@ -49,6 +62,24 @@ class FieldFormatter(logging.Formatter):
             if name not in own and text not in line:
                 line += f" {name}={_quoted(text)}"
         return line
+
+
+class PrivateLog(RotatingFileHandler):
+    """A log file for its owner only. At `max_bytes` it becomes `NAME.1`, in place of the one before.
+
+    A full disk costs log lines, never a request.
+    """
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+        super().__init__(path, maxBytes=max_bytes, backupCount=1)
+        self.setFormatter(FieldFormatter())
+
+    def _open(self) -> TextIOWrapper:
+        handle = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        return os.fdopen(handle, "a")
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging calls it so
+        """The line is lost, for want of room or of its folder. There is nowhere to say so."""
 
 
 def _quoted(text: str) -> str:

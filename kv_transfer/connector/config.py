@@ -20,6 +20,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """ZeroMQ ipc endpoint on which this engine answers for its gauges."""
     membership_file: str
     """Private file with the system's membership key: a path, since engines print their configuration."""
+    log_file: str = ""
+    """Where the engine's process writes the lines of this package; empty: to its standard error."""
     link_timeout_s: float = 30.0
     """Longest that one send or receive, or building a link, may take."""
     drain_s: float = 10.0

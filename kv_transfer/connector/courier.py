@@ -50,7 +50,9 @@ class Courier:
         self._wake_out.setblocking(False)
         membership = config.membership()
         self._zmq = zmq.Context(1)
-        self._gate = membership.gate(self._zmq)
+        self._malformed = 0
+        self._strangers = 0
+        self._gate = membership.gate(self._zmq, self._refused_stranger)
         self._router = self._zmq.socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 0)
         self._router.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
@@ -192,13 +194,23 @@ class Courier:
                 route, data = frames
                 message = m.decode_to_sender(data)
             except (ValueError, RecursionError, msgspec.DecodeError):
+                self._malformed += 1
                 log.warning("malformed control message ignored")
                 continue
             if isinstance(message, m.CountRequest):
-                count = m.Count(in_flight=self.sender.in_flight() + self.receiver.in_flight())
-                self.tell_receiver(route, count)
+                self.tell_receiver(route, self._count())
             else:
                 self.sender.on_message(route, message)
+
+    def _count(self) -> m.Count:
+        return m.Count(
+            in_flight=self.sender.in_flight() + self.receiver.in_flight(),
+            malformed=self._malformed + self._peers.malformed,
+            strangers=self._strangers,
+        )
+
+    def _refused_stranger(self) -> None:
+        self._strangers += 1  # the gate's thread writes, nobody else
 
     def _notice_lost(self) -> None:
         for address in self._peers.take_lost():

@@ -1,6 +1,8 @@
 """What vLLM loads: one class for both halves. It only forwards."""
 
+import logging
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kv_transfer.api.handoff import HandoffReport
+from kv_transfer.api.log_fields import PrivateLog
 from kv_transfer.connector.config import ConnectorConfig
 from kv_transfer.connector.layout import UnsupportedCache
 from kv_transfer.connector.metadata import StepOrders, WorkerAddress
@@ -39,6 +43,7 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         config = ConnectorConfig.parse(self._kv_transfer_config.kv_connector_extra_config)
+        _log_to(config.log_file)
         if len(kv_cache_config.kv_cache_groups) != 1:
             raise UnsupportedCache(
                 f"the model has {len(kv_cache_config.kv_cache_groups)} cache groups (hybrid attention): "
@@ -75,6 +80,9 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_counts(self, counts: Callable[[], tuple[int, int]]) -> None:
         self._s.bind_counts(counts)
+
+    def report_of(self, request_id: str) -> HandoffReport | None:
+        return self._s.report_of(request_id)
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         self._s.bind_workers({r: a for r, a in metadata.items() if isinstance(a, WorkerAddress)})
@@ -143,3 +151,11 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepOrders)
         return metadata
+
+
+def _log_to(path: str) -> None:
+    """Once for each process: both halves may live in one."""
+    logger = logging.getLogger("kv_transfer")
+    if path and not any(isinstance(handler, PrivateLog) for handler in logger.handlers):
+        logger.addHandler(PrivateLog(Path(path)))
+        logger.setLevel(logging.INFO)

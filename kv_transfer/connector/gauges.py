@@ -80,6 +80,7 @@ class GaugeServer:
 
     def _snapshot(self) -> EngineGauges:
         running, waiting = self._counts()
+        counts = self._ask_workers()
         pool, workers = self._pool, self._workers
         return EngineGauges(
             free_pages=pool.get_num_free_blocks() if pool is not None else 0,
@@ -87,24 +88,27 @@ class GaugeServer:
             total_pages=pool.num_gpu_blocks - 1 if pool is not None else 0,
             running=running,
             waiting=waiting,
-            in_flight_transfers=self._in_flight(),
+            # All ranks take part in every transfer: the largest number is the number.
+            in_flight_transfers=max((count.in_flight for count in counts), default=0),
             control_addresses=tuple(worker.control for worker in workers),
             page_bytes=sum(worker.page_bytes for worker in workers),
             block_size=workers[0].block_size if workers else 0,
+            malformed_messages=sum(count.malformed for count in counts),
+            strangers_refused=sum(count.strangers for count in counts),
         )
 
-    def _in_flight(self) -> int:
-        """The largest number over the ranks: all ranks take part in every transfer."""
+    def _ask_workers(self) -> list[m.Count]:
+        """What each rank that answers has counted."""
         self._tell_workers(m.CountRequest())
-        counts = [0]
+        counts: list[m.Count] = []
         for dealer in self._dealers:
             if not dealer.poll(WORKER_ANSWER_MS):
                 log.error("a worker does not answer for its transfers")
                 continue
             answer = m.decode_to_receiver(dealer.recv())
             if isinstance(answer, m.Count):
-                counts.append(answer.in_flight)
-        return max(counts)
+                counts.append(answer)
+        return counts
 
     def _tell_workers(self, message: m.ToSender) -> None:
         while len(self._dealers) < len(self._workers):

@@ -52,6 +52,7 @@ class Peers:
     ) -> None:
         self._context, self._membership, self._poller, self._now = context, membership, poller, now
         self._peers: dict[str, _Peer] = {}
+        self.malformed = 0
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -71,6 +72,7 @@ class Peers:
                 try:
                     message = m.decode_to_receiver(peer.socket.recv())
                 except (RecursionError, msgspec.DecodeError):
+                    self.malformed += 1
                     log.warning("malformed control message ignored", extra={"peer": address})
                     continue
                 yield address, message

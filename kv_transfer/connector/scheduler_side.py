@@ -133,6 +133,11 @@ class SchedulerSide:
             self._orders.declines.append(receiving.ticket)
         return False, None
 
+    def report_of(self, request_id: str) -> HandoffReport | None:
+        """How the request's pages came, once that is known and until it ends."""
+        receiving = self._receiving.get(request_id)
+        return None if receiving is None else receiving.report
+
     # -- steps
 
     def build_orders(self, output: "SchedulerOutput") -> StepOrders:

@@ -15,6 +15,7 @@ import torch
 
 from kv_transfer.api.errors import TransferCause, TransferError
 from kv_transfer.api.handoff import Ticket
+from kv_transfer.api.log_fields import traced
 from kv_transfer.api.page import Layout
 from kv_transfer.connector.wire import LaneLike, Later, SenderWire
 from kv_transfer.protocol import messages as m
@@ -204,19 +205,19 @@ class Sender:
         send = self._sends.get(transfer_id)
         if offer.version != m.VERSION:
             detail = f"protocol version {offer.version}, here {m.VERSION}"
-            self._refuse(route, transfer_id, TransferCause.PROTOCOL, detail)
+            self._refuse(route, offer, TransferCause.PROTOCOL, detail)
         elif offer.pages < 1 or offer.first_page < 0:
-            self._refuse(route, transfer_id, TransferCause.PROTOCOL, "no pages asked for")
+            self._refuse(route, offer, TransferCause.PROTOCOL, "no pages asked for")
         elif send is None and transfer_id in self._over:
-            self._refuse(route, transfer_id, self._over[transfer_id].cause, "it is over")
+            self._refuse(route, offer, self._over[transfer_id].cause, "it is over")
         elif send is None and self._parked() >= MOST_PARKED:
-            self._refuse(route, transfer_id, TransferCause.UNKNOWN_TRANSFER, "too many offers wait")
+            self._refuse(route, offer, TransferCause.UNKNOWN_TRANSFER, "too many offers wait")
         elif send is None:
             due = self._now() + self._park_s
             self._sends[transfer_id] = _Send(transfer_id, due, State.PARKED, offer=offer, route=route)
         elif send.offer is not None or send.state is not State.ANNOUNCED:
             # One offer is accepted per transfer: a second one is a replay or somebody else's guess.
-            self._refuse(route, transfer_id, TransferCause.PROTOCOL, "offered before")
+            self._refuse(route, offer, TransferCause.PROTOCOL, "offered before")
         else:
             send.offer, send.route = offer, route
             self._match(send, Event.OFFER)
@@ -339,8 +340,16 @@ class Sender:
             self._on(transfer_id, event)
             self._if_quiet(transfer_id)
 
-    def _refuse(self, route: bytes, transfer_id: str, cause: TransferCause, detail: str) -> None:
-        log.warning("offer refused", extra={"transfer": transfer_id, "cause": cause, "detail": detail})
+    def _refuse(self, route: bytes, offer: m.Offer, cause: TransferCause, detail: str) -> None:
+        self._tell_failed(route, offer.transfer_id, cause, detail, offer.traceparent)
+
+    def _tell_failed(
+        self, route: bytes, transfer_id: str, cause: TransferCause, detail: str, traceparent: str
+    ) -> None:
+        log.warning(
+            "offer refused",
+            extra={"transfer": transfer_id, "cause": cause, "detail": detail, **traced(traceparent)},
+        )
         self._wire.tell_receiver(route, m.Failed(transfer_id=transfer_id, cause=cause, detail=detail))
 
     def _on(self, transfer_id: str, event: Event) -> None:
@@ -368,7 +377,8 @@ class Sender:
                     self._wanted[send.transfer_id] = Want(send.offer.first_page, send.offer.pages)
                     self.news.set()
             case Do.SEND_FAILED:
-                self._refuse(send.route, send.transfer_id, send.cause, send.detail)
+                traceparent = "" if send.offer is None else send.offer.traceparent
+                self._tell_failed(send.route, send.transfer_id, send.cause, send.detail, traceparent)
             case Do.SEND_DRAINED:
                 self._wire.tell_receiver(send.route, m.Drained(transfer_id=send.transfer_id))
             case Do.RELEASE_PAGES:

@@ -14,6 +14,7 @@ import torch
 
 from kv_transfer.api.errors import TransferCause
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport
+from kv_transfer.api.log_fields import traced
 from kv_transfer.api.page import Layout
 from kv_transfer.codec import CODECS
 from kv_transfer.connector.config import ConnectorConfig
@@ -203,7 +204,14 @@ class WorkerSide:
         if cause is not None:
             finished.failed.add(order.request_id)
             if cause is not TransferCause.CANCELLED:
-                log.warning("transfer failed", extra={"request_id": order.request_id, "cause": cause})
+                log.warning(
+                    "transfer failed",
+                    extra={
+                        "request_id": order.request_id,
+                        "cause": cause,
+                        **traced(order.ticket.traceparent),
+                    },
+                )
         self._reports[order.request_id] = HandoffReport(
             outcome=HandoffOutcome.SHIPPED if cause is None else HandoffOutcome.RECOMPUTED,
             pages=len(order.page_ids) if cause is None else 0,

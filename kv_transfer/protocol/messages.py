@@ -117,6 +117,10 @@ class CountRequest(msgspec.Struct, frozen=True, kw_only=True, tag="count"):
 
 class Count(msgspec.Struct, frozen=True, kw_only=True, tag="counted"):
     in_flight: int
+    malformed: int = 0
+    """Messages since the worker's start that were none."""
+    strangers: int = 0
+    """Connections since the worker's start that were refused."""
 
 
 ToSender = Offer | Done | Abort | Release | CountRequest

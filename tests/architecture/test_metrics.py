@@ -33,6 +33,7 @@ VALUES = {
 class Counts:
     malformed = 0
     unclaimed = 0
+    refused = 0
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ def test_what_can_be_asked_for_is_there() -> None:
         "phasegate_bus_refetches_total",
         "phasegate_bus_items_dropped_total",
         "phasegate_bus_frames_malformed_total",
+        "phasegate_control_messages_malformed_total",
         "phasegate_aborts_total",
         "phasegate_errors_total",
     }

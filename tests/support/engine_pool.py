@@ -29,6 +29,8 @@ from workers.api import (
 )
 from workers.api.bus import encode
 
+HANDOFF = HandoffReport(outcome=HandoffOutcome.SHIPPED, pages=2, wire_bytes=64, seconds=0.1)
+
 
 @dataclass
 class Script:
@@ -52,6 +54,8 @@ class Script:
     """Decode's answer: at once, or on release if it holds."""
     prefill_fault: FaultKind | None = None
     prefill_hangs: bool = False
+    tells_first: bool = False
+    """The first item says how the pages came."""
     wait_for_prefill: bool = False
     """Decode with a transfer makes nothing: its pages never come."""
 
@@ -158,12 +162,11 @@ class FakePool:
             if number not in script.lose:
                 last = finish if at + len(part) == len(tokens) else None
                 await self._send(request, at, part, last)
-        handoff = HandoffReport(outcome=HandoffOutcome.SHIPPED, pages=2, wire_bytes=64, seconds=0.1)
         return DecodeResult(
             output_tokens=len(tokens),
             finish_reason=finish,
             cached_tokens=7,
-            handoff=handoff if request.transfer_id else None,
+            handoff=HANDOFF if request.transfer_id else None,
             seconds=0.1,
         )
 
@@ -176,6 +179,7 @@ class FakePool:
             first_index=at,
             token_ids=part,
             finish=finish,
+            handoff=HANDOFF if self.script.tells_first and at == 0 else None,
         )
         frame = Frame(version=BUS_VERSION, engine_id="engine-d1", items=(item,))
         await self._sockets[request.bus_address].send(encode(frame))

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from kv_transfer.api import EngineGauges, HandoffReport, Ticket
+from kv_transfer.api import EngineGauges, HandoffReport, StartReport, Ticket
 from workers.api import DecodeRequest, FaultKind, FinishReason, PrefillRequest
-from workers.engine.base import Delta, Ending, EngineFault
+from workers.engine.base import Delta, Ending, EngineFault, Prefilled
 
 
 def some_gauges(*, free_pages: int = 60, running: int = 0) -> EngineGauges:
@@ -30,6 +30,8 @@ class ScriptedEngine:
     finish: FinishReason = FinishReason.STOP
     handoff: HandoffReport | None = None
     cached_tokens: int = 0
+    start_report: StartReport | None = None
+    """Told with the first step."""
     fail_with: BaseException | None = None
     """Raised by requests, after the steps."""
     start_fails: bool = False
@@ -48,11 +50,11 @@ class ScriptedEngine:
         if self.start_fails:
             raise EngineFault(FaultKind.ENGINE_DEAD, "scripted: no start")
 
-    async def prefill(self, request: PrefillRequest, ticket: Ticket) -> int:
+    async def prefill(self, request: PrefillRequest, ticket: Ticket) -> Prefilled:
         self.tickets[request.request_id] = ticket
         async for _ in self._steps(request.request_id):
             pass
-        return self.cached_tokens
+        return Prefilled(cached_tokens=self.cached_tokens, start=self.start_report)
 
     async def decode(self, request: DecodeRequest, ticket: Ticket | None) -> AsyncGenerator[Delta, None]:
         self.tickets[request.request_id] = ticket
@@ -67,7 +69,11 @@ class ScriptedEngine:
                 await asyncio.sleep(0)
                 last = index == len(self.steps) - 1 and self.fail_with is None
                 over = last
-                yield Delta(token_ids=token_ids, ending=self._ending() if last else None)
+                yield Delta(
+                    token_ids=token_ids,
+                    start=self.start_report if index == 0 else None,
+                    ending=self._ending() if last else None,
+                )
             if self.fail_with is not None:
                 over = True
                 raise self.fail_with

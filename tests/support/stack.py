@@ -69,6 +69,16 @@ class Stack:
         with httpx.Client(transport=httpx.HTTPTransport(uds=socket_path)) as client:
             return client.request(method, f"http://supervisor{path}", timeout=20)
 
+    def internal(self, path: str, *, token: str | None = None) -> httpx.Response:
+        """A question on the internal port, with the state folder's token unless another is given."""
+        config = yaml.safe_load((self.state.parent / "phasegate.yaml").read_text())
+        known = (self.state / "internal-token").read_text()
+        return httpx.get(
+            f"http://127.0.0.1:{config['internal_port']}{path}",
+            headers={"authorization": f"Bearer {known if token is None else token}"},
+            timeout=20,
+        )
+
     def summary(self, answer: httpx.Response) -> dict[str, Any]:
         """What the gateway remembers of the request behind this answer."""
         name = answer.headers["x-request-id"]
@@ -123,7 +133,8 @@ def running_stack(folder: Path, *, profile: str, config: dict[str, Any]) -> Iter
     """Started, ready, and stopped at the end."""
     state, file = folder / "state", folder / "phasegate.yaml"
     port = free_port()
-    file.write_text(yaml.safe_dump({"mode": "dev", "profile": profile, "port": port, **config}))
+    usual = {"mode": "dev", "profile": profile, "port": port, "internal_port": free_port()}
+    file.write_text(yaml.safe_dump({**usual, **config}))
     started = cli("up", "--config", str(file), "--state", str(state), "--detach", timeout_s=START_TIMEOUT_S)
     try:
         assert started.returncode == 0, f"{started.stdout}\n{started.stderr}"

@@ -8,6 +8,7 @@ from typing import Final
 
 import msgspec
 
+from kv_transfer.api import HandoffReport
 from workers.api.stats import FinishReason
 
 BUS_VERSION: Final = 1
@@ -21,6 +22,8 @@ class Item(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     token_ids: tuple[int, ...]
     finish: FinishReason | None = None
     """Set on the last item only."""
+    handoff: HandoffReport | None = None
+    """How the prompt's pages came; on the first item, where the engine tells it."""
 
 
 class Gauges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
-from kv_transfer.api import EngineGauges, HandoffReport, Ticket
+from kv_transfer.api import EngineGauges, HandoffReport, StartReport, Ticket
 from workers.api import DecodeRequest, FaultKind, FinishReason, PrefillRequest
 
 
@@ -35,8 +35,19 @@ class Delta:
     """What one engine step brought for one request."""
 
     token_ids: tuple[int, ...]
+    start: StartReport | None = None
+    """Set on the first delta only, where the engine tells such things."""
     ending: Ending | None = None
     """Set on the last delta only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilled:
+    """A prompt's pages are computed."""
+
+    cached_tokens: int
+    """Prompt tokens that the prefix cache had."""
+    start: StartReport | None = None
 
 
 class Engine(Protocol):
@@ -49,8 +60,8 @@ class Engine(Protocol):
             EngineFault: it did not come up.
         """
 
-    async def prefill(self, request: PrefillRequest, ticket: Ticket) -> int:
-        """Compute the prompt's pages; return how many prompt tokens the prefix cache had.
+    async def prefill(self, request: PrefillRequest, ticket: Ticket) -> Prefilled:
+        """Compute the prompt's pages.
 
         Cancelling aborts the request in the engine.
 

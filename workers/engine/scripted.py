@@ -21,7 +21,7 @@ from typing import Final
 
 from kv_transfer.api import EngineGauges, HandoffOutcome, HandoffReport, Ticket
 from workers.api import DecodeRequest, FaultKind, Phase, PrefillRequest, Sampling
-from workers.engine.base import Delta, Ending, EngineFault
+from workers.engine.base import Delta, Ending, EngineFault, Prefilled
 from workers.engine.scripted_batch import Batch, Output, Sequence, Work
 from workers.engine.scripted_pages import Pages
 from workers.profile.schema import ModelProfile, Script
@@ -148,14 +148,14 @@ class ScriptedEngine:
         self._pages = await asyncio.to_thread(Pages, self._script.pages, self._profile.block_size)
         self._stepping = asyncio.create_task(self._steps(), name="scripted-engine")
 
-    async def prefill(self, request: PrefillRequest, ticket: Ticket) -> int:
+    async def prefill(self, request: PrefillRequest, ticket: Ticket) -> Prefilled:
         sampling = Sampling(max_tokens=1, temperature=0.0)
         inside = self._enter(request.request_id, request.token_ids, request.cache_salt, sampling, ())
         try:
             await inside.take()
         finally:
             self._leave(inside)
-        return inside.sequence.cached_tokens or 0
+        return Prefilled(cached_tokens=inside.sequence.cached_tokens or 0)
 
     async def decode(self, request: DecodeRequest, ticket: Ticket | None) -> AsyncGenerator[Delta, None]:
         engine_id = f"{request.request_id}.{request.attempt}"

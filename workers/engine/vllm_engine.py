@@ -10,9 +10,9 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
-from kv_transfer.api import EngineGauges, HandoffOutcome, HandoffReport, Membership, Ticket
+from kv_transfer.api import EngineGauges, HandoffOutcome, HandoffReport, Membership, StartReport, Ticket
 from workers.api import DecodeRequest, FaultKind, FinishReason, Phase, PrefillRequest, Sampling
-from workers.engine.base import Delta, Ending, EngineFault
+from workers.engine.base import Delta, Ending, EngineFault, Prefilled
 from workers.engine.gauges import GaugeClient
 from workers.profile.schema import ModelProfile
 from workers.profile.vllm_args import Device, async_engine_args, engine_args, engine_environment
@@ -42,6 +42,7 @@ class VllmEngine:
         device: Device,
         membership: Membership,
         faults: Mapping[str, Any],
+        log_file: str = "",
     ) -> None:
         """
         Args:
@@ -50,6 +51,7 @@ class VllmEngine:
             host: the address that the engine binds.
             membership: lets the engine and its peers speak.
             faults: the connector's faults on purpose; empty outside tests.
+            log_file: where the engine's process writes its part of the log; empty: to its standard error.
         """
         self._profile = profile
         self._environment = engine_environment(profile, phase, device, host)
@@ -64,6 +66,7 @@ class VllmEngine:
             "gauges_endpoint": endpoint,
             "membership_file": str(keys),
             "faults": dict(faults),
+            "log_file": log_file,
         }
         self._arguments = engine_args(profile, phase, model_dir, engine_id, connector, device=device)
         self._gauges = GaugeClient(endpoint, membership)
@@ -83,17 +86,18 @@ class VllmEngine:
             await self.close()
             raise EngineFault(FaultKind.ENGINE_DEAD, f"the engine did not start: {bad}") from bad
 
-    async def prefill(self, request: PrefillRequest, ticket: Ticket) -> int:
+    async def prefill(self, request: PrefillRequest, ticket: Ticket) -> Prefilled:
         from vllm import SamplingParams
 
         # Sampling is decode's business: this token is discarded.
         params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False, extra_args=_extra(ticket))
-        cached = 0
+        cached, start = 0, None
         outputs = self._run(request.request_id, request.token_ids, request.cache_salt, params)
         async with aclosing(outputs):
             async for output in outputs:
                 cached = output.num_cached_tokens or 0
-        return cached
+                start = start or StartReport.from_params(output.kv_transfer_params)
+        return Prefilled(cached_tokens=cached, start=start)
 
     async def decode(self, request: DecodeRequest, ticket: Ticket | None) -> AsyncGenerator[Delta, None]:
         params = _sampling(request.sampling, request.stop_token_ids, ticket)
@@ -103,7 +107,8 @@ class VllmEngine:
             async for output in outputs:
                 part = output.outputs[0]
                 ending = self._ending(output, part.finish_reason) if output.finished else None
-                yield Delta(token_ids=tuple(part.token_ids), ending=ending)
+                start = StartReport.from_params(output.kv_transfer_params)
+                yield Delta(token_ids=tuple(part.token_ids), start=start, ending=ending)
 
     async def _run(
         self, request_id: str, token_ids: tuple[int, ...], cache_salt: str, params: Any

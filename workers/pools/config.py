@@ -22,6 +22,8 @@ class ReplicaConfig:
     host: str = "127.0.0.1"
     """Address of the internal interface."""
     device: Device = "cpu"
+    logs: str = ""
+    """Folder for the log of the engine's own process; empty: it has none."""
     mode: Literal["dev", "production"] = "production"
     testing: Mapping[str, int | str] = field(default_factory=dict)
     """Faults on purpose, in mode `dev` only.

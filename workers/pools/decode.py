@@ -104,18 +104,20 @@ class DecodeReplica(Replica):
                 else:
                     first_at = self._parts.now()
                     work.event("first_token")
+                    work.begun(delta.start)
                 item = Item(
                     request_id=request.request_id,
                     attempt=request.attempt,
                     first_index=len(tokens),
                     token_ids=delta.token_ids,
                     finish=None if ending is None else ending.reason,
+                    handoff=None if delta.start is None else delta.start.handoff,
                 )
                 tokens.extend(delta.token_ids)
                 self._bus.publish(request.gateway_id, item)
                 if ending is not None:
                     work.event("last_token")
-                    work.transfer(ending.handoff)
+                    work.ended(ending.handoff)
                     return ending, first_at
         raise EngineFault(FaultKind.INTERNAL, "the engine's answer has no end")
 

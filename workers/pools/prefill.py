@@ -36,9 +36,10 @@ class PrefillReplica(Replica):
             async with asyncio.timeout(request.deadline_s) as limit:
                 place.under(limit)
                 await self._parts.holds.at("prefill_called", request.request_id)
-                cached = await self._engine.prefill(request, ticket)
-            work.note(cached_tokens=cached)
-            return PrefillResult(cached_tokens=cached, seconds=self._parts.now() - started)
+                done = await self._engine.prefill(request, ticket)
+            work.begun(done.start)
+            work.note(cached_tokens=done.cached_tokens)
+            return PrefillResult(cached_tokens=done.cached_tokens, seconds=self._parts.now() - started)
         except asyncio.CancelledError:
             raise
         except BaseException as bad:  # noqa: BLE001 - not even SystemExit may leave: its caller would hang

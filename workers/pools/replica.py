@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from kv_transfer.api import EngineGauges, Membership
@@ -61,7 +62,7 @@ def real_parts(
     """The profile's engine, ZeroMQ and Ray's key-value store."""
     engine_id = secrets.token_hex(16)
     return Parts(
-        engine=_engine(config, phase, engine_id, membership),
+        engine=_engine(config, phase, engine_id, membership, replica_id),
         engine_id=engine_id,
         replica_id=replica_id,
         registry=RayRegistry(),
@@ -71,7 +72,9 @@ def real_parts(
     )
 
 
-def _engine(config: ReplicaConfig, phase: Phase, engine_id: str, membership: Membership) -> Engine:
+def _engine(
+    config: ReplicaConfig, phase: Phase, engine_id: str, membership: Membership, replica_id: str
+) -> Engine:
     profile = config.model_profile()
     if profile.engine == "scripted":
         from workers.engine.scripted import ScriptedEngine
@@ -88,6 +91,7 @@ def _engine(config: ReplicaConfig, phase: Phase, engine_id: str, membership: Mem
         device=config.device,
         membership=membership,
         faults=config.connector_faults(),
+        log_file=str(Path(config.logs) / f"engine-{phase}-{replica_id}.log") if config.logs else "",
     )
 
 

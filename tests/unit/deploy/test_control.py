@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from deploy.control import ControlError, ControlServer, ask, status_json
+from deploy.metrics_page import ProcessPage
 from workers.api import Phase, ReplicaStatus
 
 
@@ -33,6 +34,9 @@ class Fleet:
         if grace_s > 5:
             raise RuntimeError("no gateway")
         return [{"found": 2, "cut": int(grace_s)}]
+
+    async def metrics(self) -> list[ProcessPage]:
+        return [ProcessPage(process="decode", replica="d", text=None)]
 
 
 @pytest.fixture

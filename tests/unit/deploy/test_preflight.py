@@ -65,7 +65,7 @@ def test_everything_is_told_at_once(tmp_path: Path) -> None:
 
     found = told(SystemConfig(profile="absent"), tmp_path / "state", tmp_path, machine=nothing)
 
-    assert set(found) == {"profile", "port", "state folder", "shared memory"}
+    assert set(found) == {"profile", "port", "internal_port", "state folder", "shared memory"}
 
 
 def test_too_little_shared_memory_is_told_with_what_is_missing_and_what_to_do(
@@ -155,7 +155,7 @@ def test_ports_of_the_running_system_itself_and_of_doubtful_keys_are_not_looked_
 ) -> None:
     taken = Machine(free_bytes=lambda _: 1 << 40, port_problem=lambda host, port: "taken")
 
-    assert told(own, tmp_path / "s", tmp_path, machine=taken).keys() == {"port"}
+    assert told(own, tmp_path / "s", tmp_path, machine=taken).keys() == {"port", "internal_port"}
     assert told(own, tmp_path / "s", tmp_path, machine=taken, running=True) == {}
     assert told(own, tmp_path / "s", tmp_path, machine=taken, doubtful=frozenset({"port"})) == {}
 

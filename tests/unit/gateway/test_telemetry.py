@@ -167,6 +167,19 @@ async def test_a_client_that_leaves_a_stream_ends_the_trace_in_its_stage(book: S
     assert book["request"].status.description == "client_gone"
 
 
+async def test_after_a_stop_string_the_summary_tells_how_the_pages_came(book: SpanBook) -> None:
+    """Decode's own account never comes: its call is cancelled."""
+    script = Script(tells_first=True, hold_at=4)
+    async with running_gateway(script, telemetry=Telemetry(book.tracer)) as gateway:
+        headers = AUTH | {"x-request-id": "mine"}
+        await gateway.client.post(CHAT, json=ASK | {"model": MODEL, "stop": [","]}, headers=headers)
+        summary = gateway.summaries.get("mine")
+
+    assert summary is not None
+    assert summary["status"] == "finished"
+    assert (summary["handoff"], summary["pages"], summary["wire_bytes"]) == ("shipped", 2, 64)
+
+
 async def test_health_checks_are_not_traced(book: SpanBook) -> None:
     async with running_gateway(telemetry=Telemetry(book.tracer)) as gateway:
         await gateway.client.get("/healthz")

@@ -2,14 +2,17 @@
 
 import asyncio
 import math
+from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kv_transfer.api import HandoffOutcome, HandoffReport, TransferCause
+from tests.support.engines import some_gauges
 from tests.support.replicas import Bench, RecordedSink, SinkBoard, a_decode, a_prefill
 from workers.api import FaultKind
 from workers.engine.base import EngineFault
+from workers.metrics import ReplicaMetrics
 from workers.pools.replica import Replica
 
 
@@ -95,3 +98,17 @@ async def test_items_that_the_bus_dropped_are_counted_once_however_often_one_loo
     assert await value(replica, "phasegate_bus_items_dropped_total") == 3
     assert await value(replica, "phasegate_bus_items_queued") == 0
     await replica.stop()
+
+
+def test_what_the_engine_counts_on_its_control_channel_is_told_as_counters() -> None:
+    metrics = ReplicaMetrics()
+    for count in (2, 2, 5):
+        gauges = replace(some_gauges(), malformed_messages=count, strangers_refused=1)
+        page = metrics.page(gauges, bus_queue=0, bus_dropped=0).decode()
+
+    assert "phasegate_control_messages_malformed_total 5.0" in page
+    assert "phasegate_control_clients_refused_total 1.0" in page
+    assert (
+        "phasegate_control_messages_malformed_total 5.0"
+        in metrics.page(None, bus_queue=0, bus_dropped=0).decode()
+    )

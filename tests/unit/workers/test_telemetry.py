@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from kv_transfer.api import HandoffOutcome, HandoffReport, TransferCause
+from kv_transfer.api import HandoffOutcome, HandoffReport, StartReport, TransferCause
 from tests.support.replicas import Bench, a_decode, a_prefill
 from tests.support.spans import SpanBook, parent_id, span_id, trace_id
 from workers.api import DecodeResult, FaultKind, PrefillResult
@@ -63,6 +63,32 @@ async def test_transfer_is_a_child_of_decode_at_the_engines_own_times(bench: Ben
     ticket = bench.engine.tickets["r1"]
     assert ticket is not None
     assert ticket.traceparent == f"00-{TRACE}-{span_id(decode)}-01"
+
+
+async def test_what_the_engine_tells_first_is_told_at_once_and_only_once(
+    bench: Bench, book: SpanBook
+) -> None:
+    report = HandoffReport(outcome=HandoffOutcome.SHIPPED, pages=2, wire_bytes=64, seconds=0.5)
+    bench.engine.start_report = StartReport(queued_s=0.25, handoff=report)
+    bench.engine.handoff = report
+    bench.engine.hang_after = 1
+    replica = await bench.decode_replica()
+    call = asyncio.create_task(replica.decode(a_decode(traceparent=SAMPLED)))
+    await bench.engine.reached.wait()
+
+    assert book.names == ["transfer"]
+    assert bench.board["tcp://g1"].items[0].handoff == report
+    call.cancel()
+    await asyncio.wait([call])
+    bench.engine.hang_after = None
+    await replica.decode(a_decode("r2", traceparent=SAMPLED))
+    await replica.stop()
+
+    assert book.names == ["transfer", "decode", "transfer", "decode"]
+    assert [item.handoff for item in bench.board["tcp://g1"].items] == [report, report, None, None]
+    page = (await replica.metrics()).decode()
+    assert 'phasegate_transfers_total{cause="",outcome="shipped"} 2.0' in page
+    assert "phasegate_engine_queue_seconds_sum 0.5" in page
 
 
 async def test_a_transfer_that_failed_says_why(bench: Bench, book: SpanBook) -> None:

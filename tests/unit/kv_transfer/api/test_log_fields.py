@@ -1,8 +1,10 @@
 import asyncio
 import logging
+import stat
+from pathlib import Path
 from typing import Any
 
-from kv_transfer.api import FieldFormatter, request_fields
+from kv_transfer.api import FieldFormatter, PrivateLog, request_fields
 
 
 def line(message: str, *args: object, **extra: object) -> str:
@@ -64,3 +66,20 @@ def test_marks_that_a_library_puts_on_every_record_are_not_fields() -> None:
         assert line("x", pages=1).endswith(" x pages=1")
     finally:
         logging.setLogRecordFactory(usual)
+
+
+def test_a_log_file_is_private_and_set_aside_when_it_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "engine.log"
+    handler = PrivateLog(path, max_bytes=2000)
+    try:
+        for number in range(60):
+            record = logging.makeLogRecord({"msg": f"line {number}", "name": "kv_transfer", "pages": number})
+            handler.handle(record)
+    finally:
+        handler.close()
+
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["engine.log", "engine.log.1"]
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    assert all(file.stat().st_size <= 2000 for file in files)
+    assert path.read_text().endswith("line 59 pages=59\n")
