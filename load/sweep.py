@@ -42,7 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="open loop: requests a second (default: 0.5 and 0.8 of the best closed loop's)",
     )
     command.add_argument("--repeats", type=int, default=3, help="rounds of all loops")
-    command.add_argument("--budget-s", type=float, default=900.0, help="begin no round after this long")
+    command.add_argument("--budget-s", type=float, default=700.0, help="begin no round after this long")
     command.add_argument("--timeout-s", type=float, default=REQUEST_TIMEOUT_S)
     command.add_argument("--ttft-bound-ms", type=float, default=5000.0, help="of a useful request")
     command.add_argument(
