@@ -4,10 +4,12 @@ What is written is what `phasegate trace` reads. A process that has filled its f
 place of the one before, and starts a new one.
 """
 
+import errno
 import os
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
-from typing import IO, Final
+from typing import Final
 
 import msgspec
 
@@ -57,24 +59,30 @@ class SpanFile:
         self._max_bytes = max_bytes
         self._file = self._open()
         self._bytes = self._file.tell()
+        self._torn = False
 
     def write(self, records: list[SpanRecord]) -> None:
-        """Raises OSError when the disk does not take them."""
+        """Raises OSError when the disk does not take them: they are lost then, and no later ones."""
         data = b"".join(_encode(record) + b"\n" for record in records)
         if self._bytes and self._bytes + len(data) > self._max_bytes:
             self._file.close()
             self._path.replace(rotated(self._path))
             self._file, self._bytes = self._open(), 0
-        self._file.write(data)
-        self._file.flush()
-        self._bytes += len(data)
+        if self._torn:
+            data = b"\n" + data  # what was left unfinished is a line of its own, and passed over
+        self._torn = True
+        written = self._file.write(data)
+        self._bytes += written
+        if written < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._torn = False
 
     def close(self) -> None:
         self._file.close()
 
-    def _open(self) -> IO[bytes]:
-        handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        return os.fdopen(handle, "ab")
+    def _open(self) -> FileIO:
+        # Not buffered: what could not be written once must not hold up what follows.
+        return FileIO(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a")
 
 
 def rotated(path: Path) -> Path:

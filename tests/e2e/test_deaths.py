@@ -39,7 +39,11 @@ class System:
 
     def __init__(self, folder: Path) -> None:
         self._state, self._file = folder / "state", folder / "phasegate.yaml"
-        self._file.write_text(yaml.safe_dump({"mode": "production", "profile": "exact", "port": free_port()}))
+        self._file.write_text(
+            yaml.safe_dump(
+                {"mode": "production", "profile": "exact", "port": free_port(), "internal_port": 0}
+            )
+        )
         self.stack = self.up()
         self.bodies = [(body, self._answer(body)) for body in bodies()]
         self.probe = self._answer(PROBE)

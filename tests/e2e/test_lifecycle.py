@@ -59,7 +59,9 @@ class Starting:
 
     def __init__(self, folder: Path) -> None:
         self.state, self._file, self._log = folder / "state", folder / "phasegate.yaml", folder / "said"
-        self._file.write_text(yaml.safe_dump({"profile": "scripted", "port": free_port()}))
+        self._file.write_text(
+            yaml.safe_dump({"profile": "scripted", "port": free_port(), "internal_port": free_port()})
+        )
 
     def start(self) -> subprocess.Popen[bytes]:
         with self._log.open("wb") as out:
@@ -183,7 +185,11 @@ def test_a_disk_that_fills_up_costs_no_answer_and_is_told_by_what_needs_it(
     state, file = small_disk / "state", tmp_path / "phasegate.yaml"
     board = free_port()
     dashboard = {"host": "127.0.0.1", "port": board}
-    file.write_text(yaml.safe_dump({"profile": "scripted", "port": free_port(), "dashboard": dashboard}))
+    file.write_text(
+        yaml.safe_dump(
+            {"profile": "scripted", "port": free_port(), "internal_port": 0, "dashboard": dashboard}
+        )
+    )
     words = ("--config", str(file), "--state", str(state))
     filler = small_disk / "filler"
 

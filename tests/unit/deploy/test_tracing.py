@@ -1,15 +1,19 @@
 import asyncio
+import resource
+import signal
 import stat
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace import Status, StatusCode
 
 from deploy.config import ConfigError, TracingConfig, parse
 from deploy.trace_files import SpanFile, SpanRecord, prune, read, rotated, trace_files
-from deploy.tracing import start_tracing
+from deploy.tracing import FileExporter, start_tracing
 
 
 def record(name: str = "request", **changes: object) -> SpanRecord:
@@ -140,6 +144,40 @@ def test_a_line_cut_off_by_a_kill_is_passed_over(tmp_path: Path) -> None:
         end.write('{"trace_id": "ab')
 
     assert [found.name for found in read(tmp_path)] == ["whole"]
+
+
+def test_a_full_disk_costs_the_spans_of_that_time_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "trace-gateway-g1.jsonl"
+    path.symlink_to("/dev/full")
+    file = SpanFile(path)
+    exporter = FileExporter(file, "gateway", "g1")
+    provider = TracerProvider(shutdown_on_exit=False)
+    span = provider.get_tracer("tests").start_span("request")
+    span.end()
+    assert isinstance(span, ReadableSpan)
+
+    assert exporter.export([span]) is SpanExportResult.FAILURE
+    exporter.shutdown()
+
+
+def test_after_a_torn_line_the_next_one_is_whole(tmp_path: Path) -> None:
+    """A limit on the size of files tears a write as a full disk does."""
+    path = tmp_path / "trace-gateway-g1.jsonl"
+    file = SpanFile(path)
+    file.write([record("before")])
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    heard = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, usual[1]))
+        with pytest.raises(OSError, match="space"):
+            file.write([record("torn")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+        signal.signal(signal.SIGXFSZ, heard)
+    file.write([record("after")])
+    file.close()
+
+    assert [found.name for found in read(tmp_path)] == ["before", "after"]
 
 
 def test_the_newest_files_are_kept(tmp_path: Path) -> None:
