@@ -193,7 +193,7 @@ def test_a_gateway_that_is_killed_is_replaced_and_clients_get_our_errors_meanwhi
     assert system.status()["gateways"][0]["pid"] != gateway["pid"]
 
 
-def test_haproxy_that_is_killed_is_replaced(system: Stack, surface: Surface) -> None:
+def test_a_balancer_that_is_killed_is_replaced(system: Stack, surface: Surface) -> None:
     running = [process for process in processes_of(system.state) if process.name() == "haproxy"]
     if not running:
         pytest.skip("the plain proxy runs")
