@@ -77,6 +77,8 @@ def prepare(config: SystemConfig, scratch: Path, logs: Path) -> Mapping[str, str
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
         "RAY_SERVE_HAPROXY_METRICS_ENABLED": "0",
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(round(config.limits.request_timeout_s + SILENCE_MARGIN_S)),
+        # Three failures in a row, and HAProxy is started anew. A busy machine must not look like a dead one.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "5",
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
     }
 
