@@ -52,8 +52,7 @@ def tree(root: SpanRecord, spans: Iterable[SpanRecord]) -> Node:
     """The root with its descendants among the spans, in the order of their starts."""
     below: dict[str, list[SpanRecord]] = {}
     for span in spans:
-        if span.trace_id == root.trace_id:
-            below.setdefault(span.parent_id, []).append(span)
+        below.setdefault(span.parent_id, []).append(span)
     return _node(root, below)
 
 

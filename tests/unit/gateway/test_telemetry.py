@@ -151,7 +151,9 @@ async def test_a_refused_request_ends_in_its_stage_with_the_errors_word(
     assert answer.status_code >= 400
     assert book.names == [*stages, "request"]
     assert book["request"].status.description == word
+    assert (book["request"].attributes or {})["error.type"] == word
     assert book[stages[-1]].status.description == word
+    assert not any(span.events for span in book.spans)  # an exception's text may hold anything
 
 
 async def test_a_client_that_leaves_a_stream_ends_the_trace_in_its_stage(book: SpanBook) -> None:
