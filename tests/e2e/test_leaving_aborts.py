@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import sys
 import time
 from collections import Counter
@@ -180,6 +181,26 @@ def test_twenty_aborts_in_every_stage(
     sys.stdout.write(f"\n{found.table()}\n")
     RESULT.write_text(json.dumps(found.result(), indent=1) + "\n")
     assert found.returned == found.reached == Counter(dict.fromkeys(STAGES, 20))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_two_hundred_aborts_at_random_moments(
+    stack: Stack, baseline: dict[int, Footprint], right: Any
+) -> None:
+    rng = random.Random(9)
+    ways = farewells()
+    for _ in range(25):
+        clients = [
+            Client(stack, a_body("random", stream=rng.random() < 0.5), label=f"random-{next(_numbers)}")
+            for _ in range(8)
+        ]
+        for client in clients:
+            time.sleep(rng.choice((0, 0.005, 0.02, 0.1, 0.4)))
+            client.leave(next(ways))
+
+    await_idle(stack, baseline)
+    right()
 
 
 HELLO: Final = {"prompt": "Hello", "max_tokens": 1}
