@@ -196,6 +196,7 @@ FAULT_TO_ERROR: Final[Mapping[FaultKind, type[ApiError]]] = {
     FaultKind.PEER_UNKNOWN: EngineFailed,
     FaultKind.INVALID_REQUEST: InternalError,
     FaultKind.ENGINE_DEAD: EngineLost,
+    FaultKind.CANCELLED: EngineLost,
     FaultKind.INTERNAL: EngineFailed,
 }
 

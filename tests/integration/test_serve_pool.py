@@ -74,11 +74,12 @@ class Caller:
         """A further call to a replica that has as many as it takes."""
         request: Any = "hang"
         filling = [asyncio.create_task(self._pool.decode(replica_id, request)) for _ in range(MAX_ONGOING)]
-        await asyncio.sleep(1)
+        another: Any = "id"
         try:
-            another: Any = "id"
             async with asyncio.timeout(20):
-                return await self._pool.decode(replica_id, another)
+                while isinstance(answer := await self._pool.decode(replica_id, another), str):  # noqa: ASYNC110
+                    await asyncio.sleep(0.2)
+                return answer
         finally:
             for task in filling:
                 task.cancel()

@@ -13,6 +13,7 @@ class FaultKind(StrEnum):
     PEER_UNKNOWN = "peer_unknown"  # the named prefill engine is not in the registry
     INVALID_REQUEST = "invalid_request"  # the engine refused what the gateway had let through
     ENGINE_DEAD = "engine_dead"
+    CANCELLED = "cancelled"  # the call was cut off, by a shutdown or by Serve; the engine may be well
     INTERNAL = "internal"
 
 

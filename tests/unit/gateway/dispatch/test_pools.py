@@ -45,7 +45,7 @@ async def test_value_of_the_call_is_returned() -> None:
         (wrapped(ValueError("x")), FaultKind.INTERNAL),
         (replica_table.ReplicaGone("gone"), FaultKind.ENGINE_DEAD),
         (wrapped(KeyError("theirs")), FaultKind.INTERNAL),
-        (asyncio.CancelledError(), FaultKind.ENGINE_DEAD),
+        (asyncio.CancelledError(), FaultKind.CANCELLED),
     ],
 )
 async def test_what_a_call_raises_becomes_a_fault_without_its_text(
