@@ -130,8 +130,8 @@ async def settled(response: Response[T], method: str) -> T | WorkerFault:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # Not we were cancelled, but the call: by a replica that shuts down, or by Serve, which ends the calls of
-        # a request whose client is gone before it ends the request. It says nothing about the engine.
+        # Not we were cancelled, but the call: by a replica that shuts down, or by Serve, which ends the calls
+        # of a request whose client is gone before it ends the request. It says nothing about the engine.
         return WorkerFault(kind=FaultKind.CANCELLED, detail=f"{method}: the call was cancelled")
     except Exception as error:
         cause = getattr(error, "cause", None) or error
