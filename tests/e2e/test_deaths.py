@@ -105,10 +105,14 @@ def rows() -> Iterator[dict[str, dict[str, Any]]]:
     """By kind: what was measured. Written and printed at the end."""
     measured: dict[str, dict[str, Any]] = {}
     yield measured
-    result = {"manifest": manifest(), "rows": list(measured.values())}
+    file = Path(os.environ.get("DEATHS_JSON", os.devnull))
+    before = json.loads(file.read_text())["rows"] if file.is_file() else []
+    rows = {row["killed"]: row for row in [*before, *measured.values()]}
+    ordered = [rows[kind] for kind in (*REPLACED, *ENDS_ALL) if kind in rows]
+    result = {"manifest": manifest(), "rows": ordered}
     tell(table(result))
-    if file := os.environ.get("DEATHS_JSON"):
-        Path(file).write_text(json.dumps(result, indent=2) + "\n")
+    if file.name != "null":
+        file.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def tell(text: str) -> None:
@@ -117,12 +121,14 @@ def tell(text: str) -> None:
     sys.stdout.flush()
 
 
+def commit() -> str:
+    """Of each row: kinds may be measured apart."""
+    asked = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def manifest() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
     return {
-        "commit": commit,
         "date": datetime.now(UTC).date().isoformat(),
         "command": "DEATHS_JSON=docs/results/deaths.json make check-long PART=deaths",
         "profile": "exact",
@@ -191,15 +197,21 @@ def crowd_in_flight(system: System, *, early: bool) -> Crowd:
     crowd = Crowd(system.stack, fresh)
     crowd.start()
     if early:
-        eventually(lambda: system.stack.control("/status").json(), prefilling, within_s=30)
+        eventually(
+            lambda: system.stack.control("/status").json(),
+            lambda status: all_inside(status, len(fresh)),
+            within_s=30,
+        )
     else:
         streams = [seen for seen, (body, _) in zip(crowd.seen, system.bodies, strict=True) if body["stream"]]
         eventually(lambda: [s for s in streams if s.first_at is None], lambda left: not left, within_s=60)
     return crowd
 
 
-def prefilling(status: dict[str, Any]) -> bool:
-    return any(row["phase"] == "prefill" and row["running"] for row in status["replicas"])
+def all_inside(status: dict[str, Any], clients: int) -> bool:
+    """The gateway has placed all of them, and prefill is not through with them."""
+    prefill = [row["running"] + row["waiting"] for row in status["replicas"] if row["phase"] == "prefill"]
+    return status["gateways"][0]["in_flight"] == clients and sum(prefill) > 0
 
 
 @pytest.mark.parametrize("kind", REPLACED)
@@ -215,7 +227,10 @@ def test_what_is_killed_is_replaced(kind: str, system: System, rows: dict[str, d
     probes = Probes(stack, PROBE, system.probe, killed_at)
     probes.run(within_s=RECOVERS_WITHIN_S)
     crowd.join()
-    row = {"killed": kind, **crowd.row(killed_at), **probes.row(), "by": "itself"}
+    row = {
+        **{"killed": kind, **crowd.row(killed_at), **probes.row()},
+        **{"by": "itself", "commit": commit()},
+    }
     rows[kind] = row
     tell(json.dumps(row))
 
@@ -262,12 +277,12 @@ def test_what_cannot_be_replaced_ends_all_and_the_next_start_is_clean(
     probes = Probes(system.stack, PROBE, system.probe, began)
     probes.run(within_s=RECOVERS_WITHIN_S)
     row = {
-        **{"killed": kind, **crowd.row(killed_at), **probes.row(), "by": "phasegate up"},
-        "next": ["connection refused"],
-        "next_slowest_s": round(ended_s, 1),
+        **{"killed": kind, **crowd.row(killed_at), **probes.row()},
+        **{"by": "phasegate up", "commit": commit()},
+        **{"next": ["connection refused"], "all_ended_s": round(ended_s, 1)},
     }
     rows[kind] = row
-    tell(json.dumps({**row, "all_ended_s": round(ended_s, 1)}))
+    tell(json.dumps(row))
 
     assert (row["wrong"], row["hung"]) == (0, 0), row
     assert probes.recovered_s is not None, row

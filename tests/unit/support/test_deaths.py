@@ -39,13 +39,14 @@ def test_what_a_client_saw_has_one_name(seen: Seen, outcome: str) -> None:
 
 
 def test_the_table_tells_counts_codes_and_times() -> None:
-    lines = table({"rows": [ROW, ROW | {"killed": "supervisor", "cut": 8, "error": 0, "by": "phasegate up"}]})
+    ended = {"killed": "supervisor", "cut": 8, "error": 0, "by": "phasegate up", "all_ended_s": 2.5}
+    lines = table({"rows": [ROW, ROW | ended | {"next": ["connection refused"]}]})
 
     assert lines.splitlines()[2:] == [
-        "| decode engine | 8 explicit errors (engine_lost), the last after 0.3 s | "
+        "| decode engine | 8 explicit error (`engine_lost`), the last after 0.3 s | "
         "`engines_unavailable`, each within 0.1 s | 21.5 s |",
-        "| supervisor | 8 connections that ended without `[DONE]`, the last after 0.3 s | "
-        "`engines_unavailable`, each within 0.1 s | 21.5 s, by `phasegate up` |",
+        "| supervisor | 8 ended without `[DONE]`, the last after 0.3 s | "
+        "connection refused; every process had ended after 2.5 s | 21.5 s, by `phasegate up` |",
     ]
 
 
