@@ -132,7 +132,11 @@ def keep_logs(scratch: Path, logs: Path) -> None:
     if session.is_dir():
         target = logs / "ray"
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(session.resolve(), target, ignore=_not_a_file, dirs_exist_ok=True)
+        try:
+            shutil.copytree(session.resolve(), target, ignore=_not_a_file, dirs_exist_ok=True)
+        except OSError as bad:  # a full disk must not keep the system from stopping in order
+            shutil.rmtree(target, ignore_errors=True)
+            log.warning("cluster.logs.lost reason=%s", type(bad).__name__)
 
 
 def _not_a_file(folder: str, names: list[str]) -> list[str]:
