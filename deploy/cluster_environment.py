@@ -9,6 +9,8 @@ from typing import Final
 OBJECT_STORE_BYTES: Final = 100 * 1024**2
 """Shared memory for Ray's object store: no request passes through it, but Ray wants some."""
 
+NO_PORT: Final = "65536"
+
 SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
     # Handles are built in the mode of the process that deploys: it stands in replicas *and* in the driver.
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
@@ -36,6 +38,10 @@ def driver_environment(token: Path) -> dict[str, str]:
         # Ray's own logs stay bounded; the defaults are 512 MiB and five backups, for each file.
         "RAY_ROTATION_MAX_BYTES": str(16 * 1024**2),
         "RAY_ROTATION_BACKUP_COUNT": "1",
+        # Two of Ray's processes serve figures to anybody on fixed ports, without a switch for it. A port that
+        # does not exist is reported in their logs and does no other harm.
+        "AUTOSCALER_METRIC_PORT": NO_PORT,
+        "DASHBOARD_METRIC_PORT": NO_PORT,
     }
 
 

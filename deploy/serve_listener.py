@@ -1,7 +1,7 @@
 """Keeps Serve's internal gRPC server off the network.
 
-Ray Serve 2.60 starts in every replica a server for calls between deployments. It unpickles what it is sent,
-asks for no token, and binds all interfaces; there is no setting for the address.
+Ray Serve 2.60 starts in every replica a server for calls between deployments. It unpickles what it is sent
+by whoever knows the cluster's token, and binds all interfaces; there is no setting for the address.
 """
 
 from typing import Any
