@@ -227,8 +227,9 @@ def fill_queue(stack: Stack) -> list[Client]:
     return queued
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("rounds", [2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("rounds", [2, 4])
 def test_queued_requests_that_leave_give_their_places_in_serves_queue_back(
     client: httpx.Client, stack: Stack, barriers: Barriers, rounds: int
 ) -> None:

@@ -217,6 +217,7 @@ async def test_cancelled_call_is_cancelled_in_the_replica(caller: Any) -> None:
     assert await ask(caller, "call", "status", Phase.DECODE, replica_id) == 1
 
 
+@pytest.mark.long
 async def test_a_call_to_a_full_replica_is_busy_after_a_while_and_the_replica_works_on(caller: Any) -> None:
     replica_id = (await replicas(caller))[1]
 
