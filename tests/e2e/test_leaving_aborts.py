@@ -152,6 +152,7 @@ def baseline(stack: Stack, barriers: Barriers, right: Any) -> dict[int, Footprin
     return footprints(stack)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_client_that_leaves_in_any_stage_leaves_nothing_behind(
     stack: Stack, barriers: Barriers, baseline: dict[int, Footprint], right: Any

@@ -14,6 +14,8 @@ import pytest
 from tests.support import probes
 from tests.support.stack import Stack, eventually, processes_of
 
+pytestmark = [pytest.mark.vllm, pytest.mark.ray]
+
 T = TypeVar("T")
 
 
