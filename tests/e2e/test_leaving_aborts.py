@@ -1,5 +1,6 @@
 """A client leaves while its request is held in a stage: everything that the request held comes back."""
 
+import contextlib
 import itertools
 import json
 import random
@@ -218,14 +219,23 @@ def refused(stack: Stack) -> httpx.Response | None:
 
 
 def fill_queue(stack: Stack) -> list[Client]:
-    """As many requests as Serve's queue takes, one after the other; then the next one is refused."""
-    queued = []
-    for number in range(MAX_QUEUED):
-        queued.append(Client(stack, dict(HELLO), label=f"queued-{number}"))
-        time.sleep(0.1)
-    answer = eventually(lambda: refused(stack), lambda found: found is not None, within_s=20)
-    assert int(answer.headers["retry-after"]) >= 1
-    return queued
+    """As many waiting requests as Serve's queue takes: the next one is refused, at once and with a time.
+
+    One that is refused itself came before those that have left were gone; it is sent again.
+    """
+    queued: list[Client] = []
+    end = time.monotonic() + 60
+    while True:
+        assert time.monotonic() < end, f"{len(queued)} wait, and the next one is not refused"
+        for answered in [client for client in queued if not client.waiting()]:
+            answered.leave("fin")
+            queued.remove(answered)
+        if len(queued) < MAX_QUEUED:
+            queued.append(Client(stack, dict(HELLO), label=f"queued-{next(_numbers)}"))
+            time.sleep(0.2)
+        elif (answer := refused(stack)) is not None and all(client.waiting() for client in queued):
+            assert int(answer.headers["retry-after"]) >= 1
+            return queued
 
 
 @pytest.mark.long
@@ -236,8 +246,11 @@ def test_queued_requests_that_leave_give_their_places_in_serves_queue_back(
 ) -> None:
     """The gateway is full, and so is Serve's queue before it: again and again all of the queue leaves."""
     before = len(barriers.reached("before_admission"))
-    with barriers.holding("before_admission"):
-        inside = [Client(stack, dict(HELLO), label=f"inside-{n}") for n in range(GATEWAY_SLOTS)]
+    inside: list[Client] = []
+    with contextlib.ExitStack() as leaving, barriers.holding("before_admission"):
+        for number in range(GATEWAY_SLOTS):
+            inside.append(Client(stack, dict(HELLO), label=f"inside-{number}"))
+            leaving.callback(inside[-1].leave, "fin")
         eventually(
             lambda: len(barriers.reached("before_admission")) - before,
             lambda found: found == GATEWAY_SLOTS,
@@ -247,9 +260,13 @@ def test_queued_requests_that_leave_give_their_places_in_serves_queue_back(
             for queued in fill_queue(stack):
                 queued.leave(farewell)
         stayed = fill_queue(stack)
+        for queued in stayed:
+            leaving.callback(queued.leave, "fin")
         for gone in inside:
             gone.leave("fin")
+        barriers.release("before_admission")
+        answers = [queued.status() for queued in stayed]
 
-    assert [queued.status() for queued in stayed] == [200] * MAX_QUEUED
+    assert answers == [200] * MAX_QUEUED
     assert client.post(stack.run_url, json=HELLO).status_code == 200
     await_idle(stack, None)

@@ -27,7 +27,7 @@ class Engine:
     """Takes the calls of a replica; `request_id` says what to do."""
 
     def __init__(self) -> None:
-        self._cancelled = 0
+        self._cancelled = self._hanging = 0
 
     async def prefill(self, request: str, *, to: str | None = None) -> Any:
         return await self.decode(request, to=to)
@@ -38,11 +38,14 @@ class Engine:
         if request == "raise":
             raise ValueError("secret detail")
         if request == "hang":
+            self._hanging += 1
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
                 self._cancelled += 1
                 raise
+            finally:
+                self._hanging -= 1
         return serve.get_replica_context().replica_id.unique_id
 
     async def attach(self, gateway_id: str, bus_address: str, *, to: str | None = None) -> Any:
@@ -52,7 +55,7 @@ class Engine:
         return self._cancelled
 
     async def refetch(self, request_id: str, from_index: int, *, to: str | None = None) -> Any:
-        return None
+        return self._hanging
 
 
 class Caller:
@@ -73,7 +76,13 @@ class Caller:
     async def call_when_full(self, replica_id: str) -> Any:
         """A further call to a replica that has as many as it takes."""
         request: Any = "hang"
-        filling = [asyncio.create_task(self._pool.decode(replica_id, request)) for _ in range(MAX_ONGOING)]
+        filling: list[asyncio.Task[Any]] = []
+        for taken in range(1, MAX_ONGOING + 1):
+            filling.append(asyncio.create_task(self._pool.decode(replica_id, request)))
+            # The last place is for this question itself: it is asked until the place is taken.
+            while taken < MAX_ONGOING and await self._hanging(replica_id) < taken:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await asyncio.sleep(2)
         another: Any = "id"
         try:
             async with asyncio.timeout(20):
@@ -84,6 +93,9 @@ class Caller:
             for task in filling:
                 task.cancel()
             await asyncio.wait(filling, timeout=5)
+
+    async def _hanging(self, replica_id: str) -> Any:
+        return await self._pool.refetch(replica_id, "hanging", 0)
 
     async def call_and_cancel(self, replica_id: str) -> None:
         request: Any = "hang"

@@ -1,6 +1,7 @@
 """Clients that leave at a chosen stage, and the account of what a system holds."""
 
 import json
+import select
 import socket
 import struct
 import time
@@ -73,6 +74,10 @@ class Client:
             linger = struct.pack("ii", 1, 0)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
         self._socket.close()
+
+    def waiting(self) -> bool:
+        """Nothing has come back yet."""
+        return select.select([self._socket], [], [], 0)[0] == []
 
     def answer(self) -> bytes:
         """Everything until the other side closes, which ends the exchange."""
