@@ -3,6 +3,9 @@
 A call names its replica by the keyword `to`. A replica that is gone fails the call at once: falling back
 to another one in silence would send a request to an engine that holds none of its pages. For the same reason
 Serve would wait at a full replica for as long as it is full: here the call fails after `FULL_S`.
+
+Calls that one request makes to one deployment share an id, by which Serve's router finds who waits. Two that
+wait at once may get each other's replica: the gateway makes the next one only when the first has its own.
 """
 
 import random

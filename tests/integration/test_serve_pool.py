@@ -4,6 +4,7 @@ The gateway's side runs in a Serve replica, as it does in production: that is wh
 """
 
 import asyncio
+import contextvars
 import os
 import shutil
 import signal
@@ -75,27 +76,30 @@ class Caller:
 
     async def call_when_full(self, replica_id: str) -> Any:
         """A further call to a replica that has as many as it takes."""
-        request: Any = "hang"
         filling: list[asyncio.Task[Any]] = []
-        for taken in range(1, MAX_ONGOING + 1):
-            filling.append(asyncio.create_task(self._pool.decode(replica_id, request)))
-            # The last place is for this question itself: it is asked until the place is taken.
-            while taken < MAX_ONGOING and await self._hanging(replica_id) < taken:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        await asyncio.sleep(2)
-        another: Any = "id"
         try:
+            for taken in range(1, MAX_ONGOING + 1):
+                filling.append(self._alone(self._pool.decode, replica_id, "hang"))
+                # The last place is for this question itself: it is asked until the place is taken.
+                while taken < MAX_ONGOING and await self._hanging(replica_id) < taken:  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
             async with asyncio.timeout(20):
-                while isinstance(answer := await self._pool.decode(replica_id, another), str):  # noqa: ASYNC110
+                while True:
+                    answer = await self._alone(self._pool.decode, replica_id, "id")
+                    if not isinstance(answer, str):
+                        return answer
                     await asyncio.sleep(0.2)
-                return answer
         finally:
             for task in filling:
                 task.cancel()
             await asyncio.wait(filling, timeout=5)
 
     async def _hanging(self, replica_id: str) -> Any:
-        return await self._pool.refetch(replica_id, "hanging", 0)
+        return await self._alone(self._pool.refetch, replica_id, "hanging", 0)
+
+    def _alone(self, method: Any, *args: Any) -> asyncio.Task[Any]:
+        """As if a request of its own made the call: those of one request share an id in Serve's router."""
+        return asyncio.create_task(method(*args), context=contextvars.Context())
 
     async def call_and_cancel(self, replica_id: str) -> None:
         request: Any = "hang"
