@@ -31,7 +31,7 @@ from workers.pools.decode import DecodeReplica
 from workers.pools.prefill import PrefillReplica
 from workers.pools.replica import QUEUE_FACTOR, real_parts
 from workers.profile.schema import ModelProfile, dump_profile
-from workers.profile.vllm_args import Device, engine_environment
+from workers.profile.vllm_args import KEEP_LOGGING, Device, engine_environment
 from workers.telemetry import Telemetry
 
 APP_NAME: Final = "phasegate"
@@ -267,6 +267,7 @@ def gateway_environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **KEEP_LOGGING,
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }

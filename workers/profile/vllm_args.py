@@ -1,11 +1,16 @@
 """A phase profile in vLLM's words. The only file that knows the names of vLLM's options."""
 
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from workers.api import Phase
 from workers.profile.schema import ModelProfile
 
 Device = Literal["cpu", "cuda"]
+
+KEEP_LOGGING: Final[Mapping[str, str]] = {"VLLM_CONFIGURE_LOGGING": "0"}
+"""vLLM's logging set-up closes every handler of the process, Serve's too. A restarted Serve controller asks
+each replica for that handler's file, and without it takes over none of them."""
 
 _GIB: Final = 1 << 30
 _USUAL_BATCHED_TOKENS: Final = {Phase.PREFILL: 512, Phase.DECODE: 2048}
@@ -93,6 +98,7 @@ def engine_environment(profile: ModelProfile, phase: Phase, device: Device, host
     environment = {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **KEEP_LOGGING,
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_HOST_IP": host,
         "VLLM_NO_USAGE_STATS": "1",
