@@ -123,7 +123,7 @@ class WorkerSide:
         courier = self._running()
         for transfer_id, want in courier.sender.wanted().items():
             table = self._tables.get(transfer_id)
-            if table is not None and not self._faults.keeps_pages(transfer_id):
+            if table is not None:
                 self._ship_ready(courier, transfer_id, table, want.first_page, want.pages)
 
     def finish_step(self, *, idle: bool) -> Finished:
@@ -179,6 +179,8 @@ class WorkerSide:
         complete = len(table.page_ids) if whole else table.computed_tokens // size
         group = max(1, GROUP_BYTES // self._layout.page_bytes)
         while (start := first_page + table.shipped_pages) < min(complete, first_page + wanted):
+            if self._faults.keeps_pages(transfer_id):
+                return
             end = min(start + group, complete, first_page + wanted)
             page_ids = self._faults.pages(transfer_id, table.page_ids[start:end])
             data = self._codec.encode(self._caches, page_ids)

@@ -68,6 +68,7 @@ class Round:
     def __init__(self, stack: Stack, barriers: Barriers) -> None:
         self._stack = stack
         self._barriers = barriers
+        self._before: dict[str, int] = {}
         self.reached: Counter[str] = Counter()
         self.returned: Counter[str] = Counter()
 
@@ -75,7 +76,11 @@ class Round:
         clients: dict[str, list[Client]] = {}
         try:
             for stage in stages:
-                clients[stage] = self._fill(stage, per_form)
+                clients[stage] = []
+                self._fill(stage, per_form, clients[stage])
+            for stage in stages:
+                held = len(self._barriers.reached(stage)) - self._before[stage]
+                assert held == len(clients[stage]), f"{stage}: {held} were held, not its own alone"
             for stage in reversed(stages):
                 for client in clients[stage]:
                     client.leave(next(farewells))
@@ -84,6 +89,8 @@ class Round:
                     self._await_summaries(stage, clients[stage])
         finally:
             self._barriers.release()
+            for client in itertools.chain.from_iterable(clients.values()):
+                client.leave("fin")
         await_idle(self._stack, None)
         for stage in stages:
             self.returned[stage] += len(clients[stage])
@@ -95,14 +102,12 @@ class Round:
     def result(self) -> dict[str, dict[str, int]]:
         return {stage: {"reached": self.reached[stage], "returned": self.returned[stage]} for stage in STAGES}
 
-    def _fill(self, stage: str, per_form: int) -> list[Client]:
-        before = len(self._barriers.reached(stage))
+    def _fill(self, stage: str, per_form: int, clients: list[Client]) -> None:
+        before = self._before[stage] = len(self._barriers.reached(stage))
         self._barriers.hold(stage)
-        clients = [
-            Client(self._stack, a_body(stage, stream=stream), label=f"leaves-{stage}-{next(_numbers)}")
-            for stream in (True, False)
-            for _ in range(per_form)
-        ]
+        for stream in (True, False) * per_form:
+            label = f"leaves-{stage}-{next(_numbers)}"
+            clients.append(Client(self._stack, a_body(stage, stream=stream), label=label))
         eventually(
             lambda: len(self._barriers.reached(stage)) - before,
             lambda found: found == len(clients),
@@ -110,7 +115,6 @@ class Round:
             what=f"requests in stage {stage}",
         )
         self.reached[stage] += len(clients)
-        return clients
 
     def _await_summaries(self, stage: str, clients: list[Client]) -> None:
         """The gateway has closed these requests, and knows why."""
