@@ -39,6 +39,13 @@ class Outcome(StrEnum):
     CLIENT_GONE = "client_gone"
 
 
+class Alone(StrEnum):
+    """Why decode computed a prompt itself."""
+
+    NO_PREFILL = "no_prefill"  # no prefill replica was there that could
+    PREFILL_FAILED = "prefill_failed"  # the one that was asked did not deliver
+
+
 class LostReplica(StrEnum):
     """Why a gateway gave a replica up."""
 
@@ -141,6 +148,12 @@ class GatewayMetrics:
             ("reason",),
             registry=registry,
         )
+        self._decode_alone = Counter(
+            "phasegate_decode_alone_total",
+            "Requests whose prompt decode computed itself instead of prefill, by reason.",
+            ("reason",),
+            registry=registry,
+        )
         self._zero()
 
     def _zero(self) -> None:
@@ -155,6 +168,8 @@ class GatewayMetrics:
             self._tokens.labels(kind)
         for reason in LostReplica:
             self._lost.labels(reason.value)
+        for why in Alone:
+            self._decode_alone.labels(why.value)
         for phase in Phase:
             for kind_of_fault in FaultKind:
                 self._faults.labels(phase.value, kind_of_fault.value)
@@ -192,6 +207,9 @@ class GatewayMetrics:
 
     def lost(self, reason: LostReplica) -> None:
         self._lost.labels(reason.value).inc()
+
+    def decode_alone(self, why: Alone) -> None:
+        self._decode_alone.labels(why.value).inc()
 
     def page(self, in_flight: int) -> bytes:
         """Everything, in Prometheus' text form."""

@@ -26,7 +26,7 @@ from gateway.errors import (
     StreamIncomplete,
     for_fault,
 )
-from gateway.metrics import GatewayMetrics, Stage
+from gateway.metrics import Alone, GatewayMetrics, Stage
 from gateway.routing.policy import choose
 from gateway.routing.snapshot import Ask
 from gateway.telemetry import RequestTrace
@@ -127,13 +127,18 @@ class Call:
         """Choose replicas and make the calls.
 
         Raises:
-            EnginesUnavailable: no replica can take the request. Nothing was called.
+            EnginesUnavailable: no decode replica can take the request. Nothing was called.
         """
         self._trace.enter(Stage.ROUTE)
-        needs_prefill = len(self._job.token_ids) > 1  # decode computes the last prompt token itself
-        if needs_prefill:
-            self._prefill_replica = self._place(Phase.PREFILL)
-        self._decode_replica = self._place(Phase.DECODE)
+        decode_replica = self._choose(Phase.DECODE)
+        if decode_replica is None:
+            log.warning("request.unplaced request_id=%s phase=%s", self._job.request_id, Phase.DECODE)
+            raise EnginesUnavailable(retry_after_s=RETRY_AFTER_S)
+        self._decode_replica = decode_replica
+        if len(self._job.token_ids) > 1:  # decode computes the last prompt token itself
+            self._prefill_replica = self._choose(Phase.PREFILL)
+            if self._prefill_replica is None:
+                self._alone(Alone.NO_PREFILL)
         loop = asyncio.get_running_loop()
         self._timers.append(loop.call_later(self._s.request_timeout_s, self._tell, flow.DeadlinePassed()))
         self._leaving.enter_context(self._s.drain.inside(lambda: self._tell(flow.GatewayLeaves())))
@@ -143,7 +148,7 @@ class Call:
                 self._prefill_replica, self._job.request_id, lambda: self._tell(flow.PrefillLost())
             )
         self._s.fleet.enter(self._decode_replica, self._job.request_id, lambda: self._tell(flow.DecodeLost()))
-        self._state, actions = flow.start(with_prefill=needs_prefill)
+        self._state, actions = flow.start(with_prefill=self._prefill_replica is not None)
         self._trace.note(prefill_replica=self._prefill_replica, decode_replica=self._decode_replica)
         self._trace.enter(Stage.FIRST_TOKEN)
         self._perform(actions)
@@ -225,14 +230,14 @@ class Call:
     def ttft_s(self) -> float | None:
         return None if self._first_at is None else self._first_at - self._started
 
-    def _place(self, phase: Phase) -> str:
+    def _choose(self, phase: Phase) -> str | None:
         pages = -(-len(self._job.token_ids) // self._s.block_size)
         ask = Ask(request_id=self._job.request_id, pages=pages)
-        replica_id = choose(ask, self._s.fleet.candidates(phase))
-        if replica_id is None:
-            log.warning("request.unplaced request_id=%s phase=%s", self._job.request_id, phase)
-            raise EnginesUnavailable(retry_after_s=RETRY_AFTER_S)
-        return replica_id
+        return choose(ask, self._s.fleet.candidates(phase))
+
+    def _alone(self, why: Alone) -> None:
+        log.warning("request.decode_alone request_id=%s why=%s", self._job.request_id, why)
+        self._s.metrics.decode_alone(why)
 
     # News ---------------------------------------------------------------------------------------
 
@@ -257,6 +262,8 @@ class Call:
                 case flow.CallPrefill():
                     self._spawn(Phase.PREFILL, self._run_prefill())
                 case flow.CallDecode():
+                    if action.attempt:
+                        self._alone(Alone.PREFILL_FAILED)
                     self._spawn(Phase.DECODE, self._run_decode(action))
                 case flow.CancelPrefill():
                     self._tasks[Phase.PREFILL].cancel()

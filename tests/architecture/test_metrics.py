@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.errors import ApiError
-from gateway.metrics import GatewayMetrics, LostReplica, Outcome, Stage
+from gateway.metrics import Alone, GatewayMetrics, LostReplica, Outcome, Stage
 from kv_transfer.api import HandoffOutcome, TransferCause
 from tests.support.engines import some_gauges
 from workers.api import FaultKind, Phase
@@ -24,7 +24,7 @@ VALUES = {
     "kind": {"prompt", "cached", "output"},
     "fault": set(FaultKind),
     "phase": set(Phase),
-    "reason": set(LostReplica),
+    "reason": {*LostReplica, *Alone},
     "state": {"running", "waiting"},
 }
 """Every label there is, and every value that it may have: all of them from enumerations."""

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from gateway.errors import ApiError
+from gateway.telemetry import Telemetry
 from tests.support.asgi import Exchange
 from tests.support.engine_pool import Script
 from tests.support.gateways import ACCOUNT, AUTH, CHAT, KEY, MODEL, RUN, running_gateway
@@ -173,8 +174,8 @@ async def test_bare_prompt_is_a_user_message_unless_raw() -> None:
 
 
 async def test_failed_prefill_restarts_decode_alone() -> None:
-    script = Script(prefill_fault=FaultKind.INTERNAL, wait_for_prefill=True)
-    async with running_gateway(script) as gateway:
+    script, telemetry = Script(prefill_fault=FaultKind.INTERNAL, wait_for_prefill=True), Telemetry()
+    async with running_gateway(script, telemetry=telemetry) as gateway:
         answer = await gateway.client.post(RUN, json=ASK, headers=AUTH)
         first, second = gateway.pool.decodes
         summary = gateway.summaries.get(answer.headers["x-request-id"])
@@ -183,6 +184,7 @@ async def test_failed_prefill_restarts_decode_alone() -> None:
     assert (first.attempt, second.attempt, second.transfer_id) == (0, 1, None)
     assert summary
     assert summary["attempts"] == 2
+    assert 'phasegate_decode_alone_total{reason="prefill_failed"} 1.0' in telemetry.metrics.page(0).decode()
 
 
 async def test_prefill_that_still_runs_at_the_first_token_is_cancelled() -> None:
@@ -294,28 +296,49 @@ async def test_prefill_lets_go_of_pages_when_decode_never_comes_for_them(script:
         assert gateway.pool.released == ([] if status == 200 else transfers)
 
 
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
-async def test_while_no_engine_is_ready_the_next_request_is_refused_at_once_and_told_when_to_come_again(
-    phase: str,
-) -> None:
+async def _until_ready(gateway: Any) -> None:
+    async with asyncio.timeout(5):
+        while (await gateway.client.get("/readyz")).status_code != 200:  # noqa: ASYNC110 - as a client sees it
+            await asyncio.sleep(0.01)
+
+
+async def test_while_no_decode_engine_is_ready_requests_are_refused_at_once_with_a_time_to_come_again() -> (
+    None
+):
     """The first one finds the engine dead, which Serve will not know for a while."""
-    dead = FaultKind.ENGINE_DEAD
-    script = Script(fault=dead) if phase == "decode" else Script(prefill_fault=dead)
+    script = Script(fault=FaultKind.ENGINE_DEAD)
     async with running_gateway(script) as gateway:
         first = await gateway.client.post(RUN, json=ASK, headers=AUTH)
         refused = await gateway.client.post(RUN, json=ASK, headers=AUTH)
 
-        assert first.status_code == (502 if phase == "decode" else 200)
+        assert first.status_code == 502
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engines_unavailable")
         assert refused.headers["retry-after"].isdigit()
         assert len(gateway.pool.decodes) == 1
-        script.fault = script.prefill_fault = None
-        await gateway.pool.heartbeat("d1" if phase == "decode" else "p1")
-        async with asyncio.timeout(5):
-            while (await gateway.client.get("/readyz")).status_code != 200:  # noqa: ASYNC110 - as a client sees it
-                await asyncio.sleep(0.01)
+        script.fault = None
+        await gateway.pool.heartbeat("d1")
+        await _until_ready(gateway)
         again = await gateway.client.post(RUN, json=ASK, headers=AUTH)
         assert again.status_code == 200
+
+
+async def test_while_no_prefill_engine_is_ready_decode_computes_the_prompts_itself() -> None:
+    script, telemetry = Script(prefill_fault=FaultKind.ENGINE_DEAD), Telemetry()
+    async with running_gateway(script, telemetry=telemetry) as gateway:
+        first = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+        alone = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+        asked_alone = gateway.pool.decodes[-1]
+        page = telemetry.metrics.page(0).decode()
+        script.prefill_fault = None
+        await gateway.pool.heartbeat("p1")
+        await _until_ready(gateway)
+        again = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+
+    answers = [answer.json()["result"]["response"] for answer in (first, alone, again)]
+    assert answers == ["Hello, world."] * 3
+    assert (asked_alone.attempt, asked_alone.transfer_id, asked_alone.prefill_engine) == (0, None, None)
+    assert len(gateway.pool.prefills) == 2
+    assert 'phasegate_decode_alone_total{reason="no_prefill"} 1.0' in page
 
 
 async def test_abandoned_streams_give_their_slots_back() -> None:
