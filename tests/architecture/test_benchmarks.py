@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 from load.report import tables_of
+from tests.support import aborts
 
 ROOT = Path(__file__).parents[2]
-RESULTS = sorted((ROOT / "docs/results").glob("*.json"))
+UNDER_STRESS = {"aborts": aborts.table}
+"""Results of the long tests, by their PART; the others are those of `python -m load`."""
+RESULTS = [f for f in sorted((ROOT / "docs/results").glob("*.json")) if f.stem not in UNDER_STRESS]
 
 
 def test_there_are_results() -> None:
@@ -31,3 +34,10 @@ def test_a_published_result_is_valid(result: Path) -> None:
         assert summary["failed"] == 0
     else:
         assert summary["valid"] is True
+
+
+@pytest.mark.parametrize("part", UNDER_STRESS)
+def test_tables_of_the_long_tests_are_those_of_their_results(part: str) -> None:
+    result = json.loads((ROOT / f"docs/results/{part}.json").read_text())
+
+    assert UNDER_STRESS[part](result) in (ROOT / "docs/operations.md").read_text()

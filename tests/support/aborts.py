@@ -5,7 +5,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,3 +150,11 @@ def await_idle(stack: Stack, baseline: dict[int, Footprint] | None, *, within_s:
     if baseline is not None:
         left = max(0.1, end - time.monotonic())
         eventually(lambda: grown(baseline, footprints(stack)), lambda more: more == [], within_s=left)
+
+
+def table(result: Mapping[str, Mapping[str, int]]) -> str:
+    """The table of the document, from the result: stages in the order of a request's way."""
+    lines = ["| stage | clients that left | everything came back |", "|---|---|---|"]
+    for stage, row in reversed(result.items()):
+        lines.append(f"| `{stage}` | {row['reached']} | {row['returned']} |")
+    return "\n".join(lines)

@@ -6,7 +6,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,3 +208,16 @@ def report(load: Load, watch: Watch, minutes: float, warm_min: float, bound: flo
         ),
         "processes_that_came_later": watch.came,
     }
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The table of the document, from the result."""
+    times = f"MiB after {result['warm_up_minutes']:g} min | after {result['minutes']:g} min"
+    lines = [
+        f"| process | {times} | MiB a minute |",
+        "|---|---|---|---|",
+    ]
+    for row in result["processes"]:
+        first, last = row["rss_mib"]
+        lines.append(f"| {row['role']} | {first:.0f} | {last:.0f} | {row['slope_mib_per_min']:+.2f} |")
+    return "\n".join(lines)
