@@ -1,0 +1,388 @@
+"""The ledger: which page belongs to whom, since when, and who may write to it.
+
+It is told of every change by those who see it (`hooks.py`) and compares what it was told with what the pool
+says. Two kinds of callers, in the engine's one thread:
+
+    allocated, queued, taken, touched, bound, ...   the pool, page by page
+    serve, grow, skip, drop                         the cache manager, request by request
+
+Once a step `reconcile` checks the invariants on the pages that changed, and `take_delta` hands the changes to
+those who check tables. Work is O(changed pages), never O(pages).
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from kv_transfer.api.integrity import Coverage, IntegrityCause, PageFault
+from kv_transfer.integrity.bindings import HashBindings
+from kv_transfer.integrity.delta import LedgerDelta, RowGrowth, RowSkip
+from kv_transfer.integrity.tags import NO_DOMAIN, NO_TAG, TagSource, tag_domain
+
+CHECKS: Final = ("page owners", "references", "prefix hits", "block tables", "writes", "zeroing", "copies")
+"""What is checked with a ledger."""
+
+
+class PageLedger(Protocol):
+    """What an engine's step asks of its ledger."""
+
+    watches: bool
+    """Whether the pool's changes are to be told."""
+    counts: Counter[IntegrityCause]
+    """Requests that were refused a page, and hashes that were refused a hit."""
+
+    def reconcile(self, references: Callable[[int], int], held: Callable[[], Mapping[int, int]]) -> None:
+        """Check the pages that changed.
+
+        Args:
+            references: how many the pool counts for a page.
+            held: how many of them nobody's row explains, by page; asked only when a page does not add up.
+        """
+
+    def take_flagged(self) -> dict[str, PageFault]:
+        """Requests that lost a page, or share one that they must not, since the last call."""
+
+    def take_delta(self) -> LedgerDelta | None: ...
+
+    def coverage(self) -> Coverage: ...
+
+
+class NullLedger:
+    """Knows nothing and costs nothing: no hook is installed for it."""
+
+    watches = False
+
+    def __init__(self) -> None:
+        self.counts: Counter[IntegrityCause] = Counter()
+
+    def reconcile(self, references: Callable[[int], int], held: Callable[[], Mapping[int, int]]) -> None:
+        return
+
+    def take_flagged(self) -> dict[str, PageFault]:
+        return {}
+
+    def take_delta(self) -> LedgerDelta | None:
+        return None
+
+    def coverage(self) -> Coverage:
+        return Coverage(ledger="null", checked=(), unchecked=CHECKS)
+
+
+@dataclass(slots=True)
+class _Row:
+    """One request's pages in one cache group, in logical order."""
+
+    pages: list[int] = field(default_factory=list)
+    tags: list[int] = field(default_factory=list)
+    own: list[bool] = field(default_factory=list)
+    skipped: int = 0
+    """Leading entries that fell out of the window."""
+    sent: int = 0
+    """Entries that `take_delta` has handed on."""
+
+
+class GenerationLedger:
+    watches = True
+
+    def __init__(self, pages: int, groups: int, *, free: Iterable[int], null_page: int = 0) -> None:
+        """
+        Args:
+            pages: of the pool, the null page among them.
+            free: those that wait in the pool's queue now; no others may be in use but the null page.
+        """
+        self.counts: Counter[IntegrityCause] = Counter()
+        self._groups = groups
+        self._null = null_page
+        self._source = TagSource()
+        self._tags = [self._source.next(NO_DOMAIN) for _ in range(pages)]
+        self._free = bytearray(pages)
+        for page in free:
+            self._free[page] = 1
+        self._owners: dict[int, dict[str, int]] = {}
+        """By page: its owners, and in how many entries of its tables each has it (more than one is wrong)."""
+        self._writers: dict[int, str] = {}
+        self._rows: dict[str, list[_Row]] = {}
+        self._bindings = HashBindings()
+        self._serving: tuple[str, int] | None = None
+        self._changed: set[int] = set()
+        self._freed_owned: dict[int, dict[str, int]] = {}
+        """Freed while somebody mapped them. A window that moved on is a good reason; it is told later."""
+        self._flagged: dict[str, PageFault] = {}
+        self._dirty = dict(enumerate(self._tags))
+        self._dropped: list[str] = []
+        self._skips: list[RowSkip] = []
+        self._grown: dict[str, None] = {}
+
+    # -- what is known
+
+    def tag(self, page: int) -> int:
+        return self._tags[page]
+
+    def is_free(self, page: int) -> bool:
+        return bool(self._free[page])
+
+    def owners(self, page: int) -> frozenset[str]:
+        return frozenset(self._owners.get(page, ()))
+
+    def writer(self, page: int) -> str | None:
+        """The request for which the page was allocated; None once it was freed."""
+        return self._writers.get(page)
+
+    def knows(self, request_id: str) -> bool:
+        return request_id in self._rows
+
+    def row(self, request_id: str, group: int) -> list[tuple[int, int]]:
+        """(page, tag) in logical order; (null page, 0) where attention never looks. Empty when unknown."""
+        rows = self._rows.get(request_id)
+        return [] if rows is None else list(zip(rows[group].pages, rows[group].tags, strict=True))
+
+    @property
+    def rows(self) -> int:
+        return len(self._rows)
+
+    @property
+    def bindings(self) -> int:
+        return len(self._bindings)
+
+    def coverage(self) -> Coverage:
+        return Coverage(ledger="generation", checked=CHECKS, unchecked=())
+
+    # -- the pool, page by page
+
+    def allocated(self, page: int) -> None:
+        """A page left the pool with new content to come."""
+        if self._free[page]:
+            self._flag(IntegrityCause.DOUBLE_ASSIGNED, page, self._owners.get(page, ()))
+        elif page not in self._freed_owned and page in self._owners:
+            self._flag(IntegrityCause.DOUBLE_ASSIGNED, page, self._owners[page])
+        self._bindings.drop(page)
+        if self._serving is not None:
+            self._writers[page] = self._serving[0]
+        self._retag(page, self._serving[1] if self._serving is not None else NO_DOMAIN)
+
+    def queued(self, page: int, references: int) -> bool:
+        """A page is about to be queued as free. False: it must not, or the pool would give it out twice."""
+        owners = self._owners.get(page)
+        if self._free[page] or references:
+            self._flag(IntegrityCause.FREED, page, owners or ())
+            return False
+        self._free[page] = 1
+        self._writers.pop(page, None)
+        before = self._tags[page]
+        self._bindings.follow(page, before, self._retag(page, tag_domain(before)))
+        if owners:
+            self._freed_owned[page] = dict(owners)
+        return True
+
+    def taken(self, page: int) -> None:
+        """A page left the queue of free ones, to be allocated or because its content was asked for."""
+        self._free[page] = 0
+        self._changed.add(page)
+
+    def touched(self, page: int) -> None:
+        """A page got one more reference for its content."""
+        self._changed.add(page)
+
+    def bound(self, key: Hashable, page: int) -> None:
+        domain = None if self._serving is None else self._serving[1]
+        self._bindings.bind(key, page, self._tags[page], domain)
+
+    def unbound(self, key: Hashable, page: int) -> None:
+        self._bindings.unbind(key, page)
+
+    def forgot_hashes(self) -> None:
+        self._bindings.clear()
+
+    def hit_refusal(self, key: Hashable, page: int) -> PageFault | None:
+        """Why the hash must not lead whoever is served to the page. Counted; the hash is to be evicted."""
+        domain = None if self._serving is None else self._serving[1]
+        tag = self._tags[page]
+        cause = self._bindings.refusal(key, page, tag, domain)
+        if cause is None:
+            return None
+        self.counts[cause] += 1
+        return PageFault(cause, page, self._bindings.expected(key, page), tag)
+
+    # -- the cache manager, request by request
+
+    def serve(self, request_id: str, domain: int) -> None:
+        """Until `serve_nobody`, what the pool tells is done for this request."""
+        self._serving = (request_id, domain)
+
+    def serve_nobody(self) -> None:
+        self._serving = None
+
+    @property
+    def serving(self) -> str | None:
+        return None if self._serving is None else self._serving[0]
+
+    def grow(self, request_id: str, pages: Sequence[Iterable[int]]) -> None:
+        """The request obtained these pages, by cache group, after those that it has."""
+        rows = self._rows.get(request_id)
+        if rows is None:
+            rows = self._rows[request_id] = [_Row() for _ in range(self._groups)]
+        for row, more in zip(rows, pages, strict=True):
+            for page in more:
+                if page == self._null:
+                    self._append(row, page, NO_TAG, own=False)
+                else:
+                    self._obtain(request_id, row, page)
+        self._grown[request_id] = None
+
+    def _append(self, row: _Row, page: int, tag: int, *, own: bool) -> None:
+        row.pages.append(page)
+        row.tags.append(tag)
+        row.own.append(own)
+
+    def _obtain(self, request_id: str, row: _Row, page: int) -> None:
+        self._changed.add(page)
+        if lost := self._freed_owned.pop(page, None):
+            # Freed under its owners and given out anew: they lost it, it is this request's alone.
+            self._flag(IntegrityCause.REALLOCATED, page, lost)
+            for loser in lost:
+                self._take_from(loser, page)
+        tag = self._tags[page]
+        self._append(row, page, tag, own=self._writers.get(page) == request_id)
+        owners = self._owners.setdefault(page, {})
+        before = owners.get(request_id, 0)
+        owners[request_id] = before + 1
+        if before:
+            self._flag(IntegrityCause.DOUBLE_ASSIGNED, page, (request_id,))
+        elif len(owners) > 1 and not self._bindings.covers(page, tag):
+            self._flag(IntegrityCause.DOUBLE_ASSIGNED, page, owners)
+        if self._free[page]:
+            self._flag(IntegrityCause.FREED, page, owners)
+
+    def _take_from(self, loser: str, page: int) -> None:
+        """Entries of a page that is the loser's no more keep its number, with no tag."""
+        for row in self._rows[loser]:
+            for index, held in enumerate(row.pages):
+                if held == page:
+                    row.tags[index] = NO_TAG
+        owners = self._owners[page]
+        del owners[loser]
+        if not owners:
+            del self._owners[page]
+
+    def skip(self, request_id: str, group: int, end: int) -> None:
+        """The window moved on: entries before `end` are given back, those that have not been already."""
+        row = self._rows[request_id][group]
+        start, row.skipped = row.skipped, max(row.skipped, end)
+        for index in range(start, end):
+            self._disown(request_id, row.pages[index], row.tags[index])
+            row.pages[index], row.tags[index], row.own[index] = self._null, NO_TAG, False
+        if start < min(end, row.sent):
+            self._skips.append(RowSkip(request_id, group, start, min(end, row.sent)))
+
+    def drop(self, request_id: str) -> None:
+        """The request gives all its pages back, or has them taken away."""
+        rows = self._rows.pop(request_id, None)
+        if rows is None:
+            return
+        for row in rows:
+            for page, tag in zip(row.pages, row.tags, strict=True):
+                self._disown(request_id, page, tag)
+        self._grown.pop(request_id, None)
+        if any(row.sent for row in rows):
+            self._dropped.append(request_id)
+            self._skips = [skip for skip in self._skips if skip.request_id != request_id]
+
+    def _disown(self, request_id: str, page: int, tag: int) -> None:
+        if tag == NO_TAG:
+            return  # the null page, or lost before
+        self._changed.add(page)
+        owners = self._owners[page]
+        owners[request_id] -= 1
+        if owners[request_id]:
+            return
+        for owned in (self._owners, self._freed_owned):
+            if page in owned:
+                of_page = owned[page]
+                if request_id in of_page:
+                    del of_page[request_id]
+                if not of_page:
+                    del owned[page]
+
+    def lost(
+        self, request_id: str, tables: Sequence[Sequence[int]], references: Callable[[int], int]
+    ) -> list[tuple[int, int]]:
+        """Entries (group, index) of the request's tables that it must not give back.
+
+        Those whose page changed hands under it, and those whose every reference is some other owner's.
+        """
+        rows = self._rows.get(request_id)
+        claimed: Counter[int] = Counter()
+        lost = []
+        for group, table in enumerate(tables):
+            for index, page in enumerate(table):
+                if page == self._null:
+                    continue
+                others = len(self._owners.get(page, ())) - (request_id in self._owners.get(page, ()))
+                mine = rows is not None and self._is_current(rows[group], index, page)
+                if mine and others + claimed[page] < references(page):
+                    claimed[page] += 1
+                else:
+                    lost.append((group, index))
+        return lost
+
+    def _is_current(self, row: _Row, index: int, page: int) -> bool:
+        return index < len(row.pages) and row.pages[index] == page and row.tags[index] == self._tags[page]
+
+    # -- once a step
+
+    def reconcile(self, references: Callable[[int], int], held: Callable[[], Mapping[int, int]]) -> None:
+        for page in sorted(self._freed_owned):
+            cause = IntegrityCause.FREED if self._free[page] else IntegrityCause.REALLOCATED
+            self._flag(cause, page, self._freed_owned[page])
+        self._freed_owned.clear()
+        uneven = [p for p in self._changed if len(self._owners.get(p, ())) != references(p)]
+        self._changed.clear()
+        if not uneven:
+            return
+        unexplained = held()
+        for page in sorted(uneven):
+            owners = self._owners.get(page, {})
+            if len(owners) + unexplained.get(page, 0) != references(page):
+                self._flag(IntegrityCause.DOUBLE_ASSIGNED, page, owners)
+
+    def take_flagged(self) -> dict[str, PageFault]:
+        flagged, self._flagged = self._flagged, {}
+        return flagged
+
+    def take_delta(self) -> LedgerDelta:
+        delta = LedgerDelta(self._dropped, self._skips, self._dirty)
+        self._dropped, self._skips, self._dirty = [], [], {}
+        for request_id in self._grown:
+            for group, row in enumerate(self._rows[request_id]):
+                start, row.sent = row.sent, len(row.pages)
+                if start < row.sent:
+                    rest = slice(start, row.sent)
+                    delta.grown.append(
+                        RowGrowth(request_id, group, start, row.pages[rest], row.tags[rest], row.own[rest])
+                    )
+        self._grown.clear()
+        return delta
+
+    # -- inside
+
+    def _retag(self, page: int, domain: int) -> int:
+        tag = self._tags[page] = self._dirty[page] = self._source.next(domain)
+        self._changed.add(page)
+        return tag
+
+    def _flag(self, cause: IntegrityCause, page: int, requests: Iterable[str]) -> None:
+        """A page of nobody is counted too: something freed or gave out what it did not have."""
+        found = self._tags[page]
+        requests = list(requests)
+        for request_id in requests:
+            if request_id not in self._flagged:
+                self._flagged[request_id] = PageFault(cause, page, self._expected(request_id, page), found)
+                self.counts[cause] += 1
+        if not requests:
+            self.counts[cause] += 1
+
+    def _expected(self, request_id: str, page: int) -> int:
+        """The tag under which the request has the page; none when it lost the page before."""
+        entries = (zip(row.pages, row.tags, strict=True) for row in self._rows.get(request_id, ()))
+        return next((tag for row in entries for held, tag in row if held == page and tag), NO_TAG)
