@@ -289,9 +289,11 @@ class GenerationLedger:
             self._skips = [skip for skip in self._skips if skip.request_id != request_id]
 
     def _disown(self, request_id: str, page: int, tag: int) -> None:
-        if tag == NO_TAG:
-            return  # the null page, or lost before
+        if page == self._null:
+            return
         self._changed.add(page)
+        if tag == NO_TAG:
+            return  # lost before
         owners = self._owners[page]
         owners[request_id] -= 1
         if owners[request_id]:

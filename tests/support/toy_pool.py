@@ -33,7 +33,7 @@ class ToyPool:
         return page
 
     def touch(self, page: int) -> None:
-        if self.references[page] == 0:
+        if page in self.queue:
             self.queue.remove(page)
             self.tell("taken", page)
         self.references[page] += 1

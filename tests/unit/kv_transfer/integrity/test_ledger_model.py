@@ -170,7 +170,7 @@ def test_lawful_lives_flag_nobody_and_leave_nothing(life: list[tuple[Any, int, i
     assert sorted(both.pool.queue) == list(range(1, PAGES))
 
 
-@settings(max_examples=300)
+@settings(max_examples=250)
 @given(lives(*LAWFUL, *FAULTS))
 def test_faulty_lives_are_flagged_as_the_slow_ledger_flags_them(life: list[tuple[Any, int, int]]) -> None:
     run(life)
