@@ -6,6 +6,9 @@ extension. Importing it anywhere else does nothing.
 
 The wait is on the pipe that `multiprocessing` gives every spawned child. `PR_SET_PDEATHSIG` would fire when
 the parent's *thread* ends that started the engine.
+
+An engine mostly ends by a signal, and then everything that it has a name for stays behind. The one such thing
+is the lock of its progress bars, a named semaphore in `/dev/shm`: they get one that lives in the process.
 """
 
 import multiprocessing
@@ -13,6 +16,8 @@ import os
 import signal
 import threading
 from multiprocessing.connection import wait
+
+from tqdm.std import TqdmDefaultWriteLock, tqdm
 
 
 class Tether:
@@ -34,4 +39,12 @@ def hold_to_parent() -> threading.Thread | None:
     return thread
 
 
-hold_to_parent()
+def keep_bars_private() -> None:
+    """Progress bars share their lock with no other process from now on."""
+    tqdm.set_lock(threading.RLock())
+    if hasattr(TqdmDefaultWriteLock, "mp_lock"):
+        del TqdmDefaultWriteLock.mp_lock  # a bar has made one already: with this it is unlinked
+
+
+if hold_to_parent() is not None:
+    keep_bars_private()
