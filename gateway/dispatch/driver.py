@@ -110,6 +110,9 @@ class Call:
         self._timers: list[asyncio.TimerHandle] = []
         self._leaving = ExitStack()
         self._state = flow.State()
+        self._fresh: tuple[int, ...] = ()
+        """Accepted tokens that the reader of `tokens` has not taken."""
+        self._last: flow.Finish | flow.Fail | flow.Abandon | None = None
         self._prefill_replica: str | None = None
         self._decode_replica = ""
         self._prefilled: PrefillResult | None = None
@@ -179,28 +182,24 @@ class Call:
     async def tokens(self) -> AsyncGenerator[tuple[int, ...]]:
         """Accepted output tokens, in order: all that came since the last ones were taken."""
         while True:
-            fresh: tuple[int, ...] = ()
-            last: flow.Action | None = None
             for event in await self._events.take():
-                for action in self._advance(event):
-                    match action:
-                        case flow.Emit():
-                            fresh = (*fresh, *action.token_ids) if fresh else action.token_ids
-                        case flow.Finish() | flow.Fail() | flow.Abandon():
-                            last = action
-            if fresh:
+                self._advance(event)
+            if self._fresh:
+                fresh, self._fresh = self._fresh, ()
                 if self._first_at is None:
                     self._first_at = self._s.now()
                 self._trace.delivered()
                 self.billed_tokens += len(fresh)
                 yield fresh  # the reader may find a stop string and not come back for how decode ended
-            match last:
+            match self._last:
+                case None:
+                    pass
                 case flow.Finish():
-                    self.result, self._status = last.result, "finished"
+                    self.result, self._status = self._last.result, "finished"
                     self._trace.complete()
                     return
                 case flow.Fail():
-                    error = self._failure(last.fault)
+                    error = self._failure(self._last.fault)
                     self._status = error.code
                     raise error
                 case flow.Abandon():
@@ -249,16 +248,17 @@ class Call:
             self._handoff = item.handoff
         self._tell(flow.Arrived(item.attempt, item.first_index, item.token_ids))
 
-    def _advance(self, event: flow.Event) -> tuple[flow.Action, ...]:
+    def _advance(self, event: flow.Event) -> None:
         self._state, actions = flow.step(self._state, event)
         self._perform(actions)
-        return actions
 
     # Actions ------------------------------------------------------------------------------------
 
     def _perform(self, actions: tuple[flow.Action, ...]) -> None:
         for action in actions:
             match action:
+                case flow.Emit():
+                    self._fresh += action.token_ids
                 case flow.CallPrefill():
                     self._spawn(Phase.PREFILL, self._run_prefill())
                 case flow.CallDecode():
@@ -278,8 +278,8 @@ class Call:
                     self._refetches += 1
                     self._s.metrics.bus_gaps.inc()
                     self._refetch = asyncio.create_task(self._run_refetch(action))
-                case _:
-                    pass  # Emit, Finish, Fail and Abandon are for the reader of `tokens`
+                case flow.Finish() | flow.Fail() | flow.Abandon():
+                    self._last = action
 
     def _spawn(self, phase: Phase, work: Coroutine[Any, Any, None]) -> None:
         self._tasks[phase] = asyncio.create_task(work, name=f"{phase}-{self._job.request_id}")

@@ -293,6 +293,8 @@ def _accept(state: State, token_ids: tuple[int, ...]) -> Step:
 def _with_early(state: State, token_ids: tuple[int, ...]) -> tuple[tuple[int, ...], int, tuple[Arrived, ...]]:
     """All tokens that can be taken now, the index that is due then, and what still lies beyond a gap."""
     fresh, due = token_ids, state.received + len(token_ids)
+    if not state.early:
+        return fresh, due, ()
     later: list[Arrived] = []
     for item in sorted(state.early, key=lambda early: early.first_index):
         if item.first_index == due:

@@ -64,14 +64,14 @@ class EdgeAnswers:
         async def worded(message: Message) -> None:
             nonlocal replaced
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                error = _error_for(message["status"], headers)
-                if error is not None:
-                    replaced = True
-                    await problem(error)(scope, receive, named)
+                error = _error_for(message["status"], MutableHeaders(scope=message))
+                if error is None:
+                    await named(message)
                     return
-            if not replaced:
-                await named(message)
+                replaced = True
+                await problem(error)(scope, receive, named)
+            elif not replaced:
+                await send(message)
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -26,6 +26,12 @@ def label_of(scope: Scope) -> str:
     return label
 
 
+def body_send_of(scope: Scope) -> Send:
+    """For what follows an answer's start: no middleware looks at it, and a stream has one for each token."""
+    send: Send = scope["state"]["body_send"]
+    return send
+
+
 class RequestId:
     def __init__(self, app: ASGIApp, *, proxy_labels: bool) -> None:
         """`proxy_labels`: a proxy in front adds `x-request-id` to answers; ours would be a second one."""
@@ -40,7 +46,12 @@ class RequestId:
         # A fresh dictionary: a server may share one between the requests of a connection.
         given = Headers(scope=scope).get("x-request-id", "")
         label = given if LABEL.fullmatch(given) else request_id
-        scope["state"] = {**scope.get("state", {}), "request_id": request_id, "label": label}
+        scope["state"] = {
+            **scope.get("state", {}),
+            "request_id": request_id,
+            "label": label,
+            "body_send": send,
+        }
 
         async def labelled(message: Message) -> None:
             if message["type"] == "http.response.start":

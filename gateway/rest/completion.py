@@ -16,7 +16,7 @@ from gateway.dispatch.generation import Generation
 from gateway.errors import ApiError, ContextOverflow, InternalError
 from gateway.metrics import Stage
 from gateway.middleware.access_log import facts_of
-from gateway.middleware.request_id import label_of, request_id_of
+from gateway.middleware.request_id import body_send_of, label_of, request_id_of
 from gateway.middleware.tracing import trace_of
 from gateway.prompt.render import Renderer
 from gateway.prompt.schema import Ask, bad_input
@@ -207,14 +207,14 @@ class TokenStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._stack:
             try:
-                await until_disconnect(self._receive, self._stream(send))
+                await until_disconnect(self._receive, self._stream(send, body_send_of(scope)))
             except (ClientLeft, OSError):
                 self._facts.update(ended="client_gone")
             finally:
                 _note(self._facts, self._generation)
 
-    async def _stream(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
+    async def _stream(self, start: Send, send: Send) -> None:
+        await start({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
         try:
             await _write(send, self._dialect.opening())
             if self._first is not None:
