@@ -1,5 +1,6 @@
 """Our HAProxy configuration: what is taken from Serve's own, and what a running HAProxy makes of it."""
 
+import asyncio
 import os
 import select
 import signal
@@ -104,6 +105,22 @@ def test_files_of_haproxy_are_private_and_the_plain_proxy_needs_none(tmp_path: P
 
 def test_each_answer_of_haproxy_has_a_status_of_its_own() -> None:
     assert len({error.status for error in ANSWERS}) == len(ANSWERS)
+
+
+@pytest.mark.parametrize(
+    "path", ["/-/routes", "/%2D/routes", "/%2d%2froutes", "/-%2fhealthz"], ids=["plain", "1", "2", "3"]
+)
+async def test_serves_own_routes_are_hidden_however_they_are_spelled(tmp_path: Path, path: str) -> None:
+    """The gateway's HTTP server decodes a path before Serve looks at it, and Serve asks for no key."""
+    config = replace(CONFIG, port=free_port())
+    async with running_haproxy(config, tmp_path, free_port()) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+
+    assert answer.split(b" ", 2)[1] == b"404"
+    assert b'"not_found"' in answer
 
 
 async def test_without_a_gateway_clients_get_our_error_body_with_one_id(tmp_path: Path) -> None:
