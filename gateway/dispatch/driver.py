@@ -142,15 +142,13 @@ class Call:
             self._prefill_replica = self._choose(Phase.PREFILL)
             if self._prefill_replica is None:
                 self._alone(Alone.NO_PREFILL)
-        loop = asyncio.get_running_loop()
-        self._timers.append(loop.call_later(self._s.request_timeout_s, self._tell, flow.DeadlinePassed()))
+        self._after(self._s.request_timeout_s, flow.DeadlinePassed())
         self._leaving.enter_context(self._s.drain.inside(lambda: self._tell(flow.GatewayLeaves())))
         self._s.bus.subscribe(self._job.request_id, self._on_item)
+        enter, own_id = self._s.fleet.enter, self._job.request_id
         if self._prefill_replica:
-            self._s.fleet.enter(
-                self._prefill_replica, self._job.request_id, lambda: self._tell(flow.PrefillLost())
-            )
-        self._s.fleet.enter(self._decode_replica, self._job.request_id, lambda: self._tell(flow.DecodeLost()))
+            enter(self._prefill_replica, own_id, lambda: self._tell(flow.PrefillLost()))
+        enter(self._decode_replica, own_id, lambda: self._tell(flow.DecodeLost()))
         self._state, actions = flow.start(with_prefill=self._prefill_replica is not None)
         self._trace.note(prefill_replica=self._prefill_replica, decode_replica=self._decode_replica)
         self._trace.enter(Stage.FIRST_TOKEN)
@@ -172,9 +170,9 @@ class Call:
         self._s.fleet.leave(self._decode_replica, self._job.request_id)
         self._s.summaries.add(self._summary())
         running = [task for task in (*self._tasks.values(), self._refetch) if task is not None]
-        if self._prefill_replica and self._first_at is None:
+        if self._first_at is None and not self._state.attempt:
             # Decode may never have asked for the pages: then nobody but us knows that nobody will.
-            running.append(self._s.aside(self._release(self._prefill_replica)))
+            running.append(self._s.aside(self._release()))
         if running:
             # They were cancelled or have returned; waiting makes this call their owner to the end.
             await asyncio.wait(running, timeout=1.0)
@@ -243,6 +241,9 @@ class Call:
     def _tell(self, event: flow.Event) -> None:
         self._events.put(event)
 
+    def _after(self, seconds: float, event: flow.Event) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, self._tell, event))
+
     def _on_item(self, item: Item) -> None:
         if item.handoff is not None and item.attempt == self._state.attempt:
             self._handoff = item.handoff
@@ -264,15 +265,14 @@ class Call:
                 case flow.CallDecode():
                     if action.attempt:
                         self._alone(Alone.PREFILL_FAILED)
+                        self._s.aside(self._release())  # decode will not come for the pages now
                     self._spawn(Phase.DECODE, self._run_decode(action))
                 case flow.CancelPrefill():
                     self._tasks[Phase.PREFILL].cancel()
                 case flow.CancelDecode():
                     self._tasks[Phase.DECODE].cancel()
                 case flow.AwaitSettling():
-                    loop = asyncio.get_running_loop()
-                    settled = flow.Settled(action.attempt)
-                    self._timers.append(loop.call_later(self._s.settle_s, self._tell, settled))
+                    self._after(self._s.settle_s, flow.Settled(action.attempt))
                 case flow.Refetch():
                     log.info("request.refetch request_id=%s", self._job.request_id)
                     self._refetches += 1
@@ -329,7 +329,9 @@ class Call:
         else:
             self._tell(flow.DecodeReturned(action.attempt, answer))
 
-    async def _release(self, replica_id: str) -> None:
+    async def _release(self) -> None:
+        if (replica_id := self._prefill_replica) is None:
+            return
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 answer = await self._s.pool.release(replica_id, self._transfer_id)

@@ -58,6 +58,8 @@ class Script:
     """The first item says how the pages came."""
     wait_for_prefill: bool = False
     """Decode with a transfer makes nothing: its pages never come."""
+    peer_unknown: bool = False
+    """Decode with a transfer does not find the prefill engine."""
 
 
 class FakePool:
@@ -121,6 +123,8 @@ class FakePool:
         with self._counted("decode"):
             if self.script.wait_for_prefill and request.transfer_id:
                 await asyncio.Event().wait()
+            if self.script.peer_unknown and request.transfer_id:
+                return WorkerFault(kind=FaultKind.PEER_UNKNOWN)
             return await self._answer(request)
 
     async def refetch(self, replica_id: str, request_id: str, from_index: int) -> RefetchResult | WorkerFault:

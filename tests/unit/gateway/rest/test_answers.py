@@ -296,6 +296,27 @@ async def test_prefill_lets_go_of_pages_when_decode_never_comes_for_them(script:
         assert gateway.pool.released == ([] if status == 200 else transfers)
 
 
+@pytest.mark.parametrize(
+    "script",
+    [Script(peer_unknown=True), Script(prefill_fault=FaultKind.CANCELLED, wait_for_prefill=True)],
+    ids=["decode does not find prefill", "prefill's call is cut off"],
+)
+async def test_prefill_lets_go_of_its_pages_as_soon_as_decode_begins_again_alone(script: Script) -> None:
+    """Its pages may be computed and held: while decode answers without them they would serve nobody."""
+    script.hold_at = 1
+    async with running_gateway(script) as gateway:
+        exchange = Exchange(gateway.app, RUN, ASK | {"stream": True}, AUTH)
+        assert (await exchange.message())["status"] == 200
+        await exchange.message()
+        released = list(gateway.pool.released)
+        script.release.set()
+        await asyncio.wait_for(exchange.task, 5)
+
+        assert released == [request.transfer_id for request in gateway.pool.prefills]
+        assert gateway.pool.released == released
+        assert gateway.pool.decodes[-1].attempt == 1
+
+
 async def _until_ready(gateway: Any) -> None:
     async with asyncio.timeout(5):
         while (await gateway.client.get("/readyz")).status_code != 200:  # noqa: ASYNC110 - as a client sees it
