@@ -10,6 +10,8 @@ from gateway.errors import InvalidRequest
 from workers.api import Sampling
 
 MAX_STOPS: Final = 4
+MAX_COUNT: Final = 2**63 - 1
+"""Of any number of tokens. Python refuses to write out what is much longer, also into an error."""
 UNSUPPORTED: Final = frozenset(
     {
         "tools",
@@ -104,8 +106,8 @@ class _Common(_Closed):
 
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
+    max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_COUNT)
     temperature: float | None = Field(default=None, ge=0, le=5)
     top_p: float = Field(default=1.0, ge=0.001, le=1)
     top_k: int = Field(default=0, ge=-1)

@@ -48,6 +48,8 @@ async def post(path: str, **request: Any) -> httpx.Response:
         ({"seed": -1}, "seed", "must be >= 0"),
         ({"max_tokens": 0}, "max_tokens", "must be >= 1"),
         ({"max_tokens": 1.5}, "max_tokens", "must be an integer"),
+        ({"max_tokens": 10**4300 - 1}, "max_tokens", "must be <="),
+        ({"max_completion_tokens": 10**4300 - 1}, "max_completion_tokens", "must be <="),
         ({"max_tokens": True}, "max_tokens", "must be an integer"),
         ({"max_tokens": 1, "max_completion_tokens": 1}, "max_completion_tokens", "not both"),
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "at most 4"),
