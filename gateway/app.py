@@ -3,12 +3,12 @@
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.errors import ApiError, InvalidRequest, MethodNotAllowed, NoRoute
-from gateway.middleware.access_log import AccessLog
+from gateway.middleware.access_log import CLIENT_GONE, AccessLog
 from gateway.middleware.auth import Auth
 from gateway.middleware.body_deadline import BodyDeadline
 from gateway.middleware.body_limit import BodyLimit
@@ -44,7 +44,11 @@ def create_app(services: Services) -> Starlette:
             Middleware(BodyLimit, max_bytes=services.config.max_body_bytes),
             Middleware(BodyDeadline, timeout_s=services.config.body_timeout_s),
         ],
-        exception_handlers={ApiError: _api_error, HTTPException: _http_exception},
+        exception_handlers={
+            ApiError: _api_error,
+            HTTPException: _http_exception,
+            ClientDisconnect: _client_left,
+        },
     )
     app.router.redirect_slashes = False  # a redirect would make clients repeat their body, or drop it
     app.state.services = services
@@ -55,6 +59,12 @@ def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.scope["state"]["facts"].update(error=error.code)
     return problem(error)
+
+
+def _client_left(request: Request, _: Exception) -> Response:
+    """In the middle of its body: nobody reads an answer, and nothing is wrong here."""
+    request.scope["state"]["facts"].update(ended=CLIENT_GONE)
+    return Response(status_code=499)
 
 
 def _http_exception(request: Request, error: Exception) -> Response:

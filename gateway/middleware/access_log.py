@@ -1,5 +1,6 @@
 """One line per request at its end, and an answer for what nobody else handled."""
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from gateway.rest.problem import problem
 
 log = logging.getLogger("gateway.access")
 QUIET: Final = frozenset({"/healthz", "/readyz"})
+CLIENT_GONE: Final = "client_gone"
+"""How a request ended whose client left before its answer was complete."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -43,6 +46,9 @@ class AccessLog:
 
         try:
             await self.app(scope, receive, watched)
+        except asyncio.CancelledError:
+            facts.setdefault("ended", CLIENT_GONE)  # Serve ends a request so when its client is gone
+            raise
         except Exception:
             log.exception("request.crashed request_id=%s", facts["request_id"])
             facts["error"] = InternalError.code

@@ -15,7 +15,7 @@ from gateway.dispatch.driver import Call, Job
 from gateway.dispatch.generation import Generation
 from gateway.errors import ApiError, ContextOverflow, InternalError
 from gateway.metrics import Stage
-from gateway.middleware.access_log import facts_of
+from gateway.middleware.access_log import CLIENT_GONE, facts_of
 from gateway.middleware.request_id import body_send_of, label_of, request_id_of
 from gateway.middleware.tracing import trace_of
 from gateway.prompt.render import Renderer
@@ -98,7 +98,7 @@ async def complete(
                 )
             text = await until_disconnect(receive, _joined(pieces))
         except ClientLeft:
-            facts.update(ended="client_gone")
+            facts.update(ended=CLIENT_GONE)
             return Response(status_code=499)
         _note(facts, generation, call)
         return JSONResponse(dialect.whole(text, generation))
@@ -209,7 +209,7 @@ class TokenStream(Response):
             try:
                 await until_disconnect(self._receive, self._stream(send, body_send_of(scope)))
             except (ClientLeft, OSError):
-                self._facts.update(ended="client_gone")
+                self._facts.update(ended=CLIENT_GONE)
             finally:
                 _note(self._facts, self._generation)
 

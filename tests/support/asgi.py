@@ -11,12 +11,21 @@ class Exchange:
     """Runs the application as a task; the test reads its messages and may hang up."""
 
     def __init__(
-        self, app: ASGIApp, path: str, body: object, headers: dict[str, str], method: str = "POST"
+        self,
+        app: ASGIApp,
+        path: str,
+        body: object,
+        headers: dict[str, str],
+        method: str = "POST",
+        *,
+        whole: bool = True,
     ) -> None:
+        """`whole`: False leaves the last byte of the body out."""
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._outbox: asyncio.Queue[Message] = asyncio.Queue()
         raw = json.dumps(body).encode()
-        self._inbox.put_nowait({"type": "http.request", "body": raw, "more_body": False})
+        part = raw if whole else raw[:-1]
+        self._inbox.put_nowait({"type": "http.request", "body": part, "more_body": not whole})
         scope: dict[str, Any] = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.4"},

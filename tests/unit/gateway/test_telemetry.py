@@ -169,6 +169,32 @@ async def test_a_client_that_leaves_a_stream_ends_the_trace_in_its_stage(book: S
     assert book["request"].status.description == "client_gone"
 
 
+@pytest.mark.parametrize("how", ["cancelled", "in its body"])
+async def test_a_client_that_left_is_counted_as_gone_however_the_gateway_hears_of_it(
+    book: SpanBook, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """Serve cancels the request of a client that is gone; who leaves within a body is heard there."""
+    telemetry = Telemetry(book.tracer)
+    async with running_gateway(Script(hold_at=0), telemetry=telemetry) as gateway:
+        exchange = Exchange(gateway.app, RUN, ASK, AUTH, whole=how == "cancelled")
+        if how == "cancelled":
+            await gateway.pool.decoding.wait()
+            exchange.task.cancel()
+        else:
+            exchange.hang_up()
+        await asyncio.wait([exchange.task], timeout=5)
+        page = telemetry.metrics.page(0).decode()
+
+    stage = "first_token" if how == "cancelled" else "admission"
+    assert 'phasegate_requests_total{outcome="client_gone"} 1.0' in page
+    assert 'phasegate_requests_total{outcome="finished"} 0.0' in page
+    assert 'phasegate_requests_total{outcome="failed"} 0.0' in page
+    assert f'phasegate_aborts_total{{stage="{stage}"}} 1.0' in page
+    assert "phasegate_request_seconds_count 0.0" in page
+    assert book["request"].status.description == "client_gone"
+    assert "crashed" not in caplog.text
+
+
 async def test_after_a_stop_string_the_summary_tells_how_the_pages_came(book: SpanBook) -> None:
     """Decode's own account never comes: its call is cancelled."""
     script = Script(tells_first=True, hold_at=4)
