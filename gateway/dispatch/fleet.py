@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 ATTACH_TIMEOUT_S = 10.0
+REATTACH_S = 2.0
+"""Between two tries with a replica that has fallen silent."""
 
 
 @dataclass(slots=True)
@@ -131,7 +133,8 @@ class Fleet:
                 seen.add(replica_id)
                 if (member := self._members.get(replica_id)) is not None:
                     member.leaving = False
-                if replica_id not in self._members and replica_id not in self._attaching:
+                # A silent one may live, and have forgotten this gateway while it could not be reached.
+                if (member is None or member.silent) and replica_id not in self._attaching:
                     task = asyncio.create_task(self._attach(phase, replica_id, bus_address))
                     self._attaching[replica_id] = task
         for replica_id in self._members.keys() - seen:
@@ -144,13 +147,18 @@ class Fleet:
                 self._by_engine.pop(member.info.engine_id, None)
 
     async def _attach(self, phase: Phase, replica_id: str, bus_address: str) -> None:
+        again = replica_id in self._members
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ATTACH_TIMEOUT_S):
                     info = await self._pool.attach(phase, replica_id, self._gateway_id, bus_address)
                 if isinstance(info, WorkerFault):
                     log.info("engine.attach.failed replica=%s fault=%s", replica_id, info.kind)
-                    await self._sleep(TICK_S)
+                    await self._sleep(REATTACH_S if again else TICK_S)
+                    return
+                if again:  # it counts as silent until a frame of it is here
+                    log.info("engine.attached_again replica=%s", replica_id)
+                    await self._sleep(REATTACH_S)
                     return
                 member = Member(info=info, heard_at=self._now())
                 self._members[replica_id] = self._by_engine[info.engine_id] = member

@@ -153,6 +153,44 @@ async def test_failed_attach_is_tried_again() -> None:
     assert ready
 
 
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_replica_that_fell_silent_is_asked_again_whether_it_still_knows_this_gateway(
+    answers: bool,
+) -> None:
+    """A replica forgets a gateway that it cannot reach for a while: nobody else would make it speak again."""
+
+    class Forgetful(FakePool):
+        attached = 0
+
+        async def attach(self, phase: Phase, replica_id: str, *args: str) -> ReplicaInfo | WorkerFault:
+            if phase is Phase.DECODE:
+                self.attached += 1
+                if self.attached > 1 and not answers:
+                    return WorkerFault(kind=FaultKind.ENGINE_DEAD)
+            return await super().attach(phase, replica_id, *args)
+
+    pool = Forgetful()
+    watched = Watched(pool)
+    for _ in range(21):
+        await watched.clock.advance(0.5)
+        watched.hear("p1")
+    asked_at_first = pool.attached
+    silent = watched.fleet.candidates(Phase.DECODE)
+    await watched.clock.advance(8.0)
+    asked = pool.attached - asked_at_first
+    watched.hear("d1")
+    speaking = watched.fleet.candidates(Phase.DECODE)
+    asked_before = pool.attached
+    await watched.clock.advance(8.0)
+    watched.task.cancel()
+    await asyncio.wait([watched.task])
+    pool.close()
+
+    assert (silent, len(speaking)) == ((), 1)
+    assert 1 <= asked <= 5, "now and then, not all the time"
+    assert pool.attached == asked_before, "who speaks is not asked"
+
+
 async def test_own_delay_is_not_taken_for_the_engines_silence(watched: Watched) -> None:
     """The process was held up for a minute; frames that wait in its socket were not read yet."""
     lost: list[str] = []
