@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kv_transfer.api.errors import TransferCause, TransferError
+from kv_transfer.api.handoff import Ticket
 from kv_transfer.api.page import Layout
 from kv_transfer.connector.metadata import ReceiveOrder
 from kv_transfer.connector.wire import LaneLike, Later, ReceiverWire
@@ -110,9 +111,11 @@ class Receiver:
         self._receives[order.ticket.transfer_id] = receive
         self._admit()
 
-    def decline(self, address: str, transfer_id: str) -> None:
+    def decline(self, ticket: Ticket) -> None:
         """Tell a sender that its pages are not needed, without ever having asked for them."""
-        self._wire.tell_sender(address, m.Abort(transfer_id=transfer_id, engine_id=self._engine_id))
+        if self._rank < len(ticket.peer_addresses):
+            abort = m.Abort(transfer_id=ticket.transfer_id, engine_id=self._engine_id)
+            self._wire.tell_sender(ticket.peer_addresses[self._rank], abort)
 
     def cancel(self, transfer_id: str) -> None:
         self._fail(transfer_id, Event.CANCELLED, TransferCause.CANCELLED)

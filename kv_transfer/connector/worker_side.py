@@ -101,7 +101,9 @@ class WorkerSide:
             self._live.add(ticket.transfer_id)
             courier.later(partial(courier.sender.announce, ticket))
         for transfer_id in orders.suspended:
-            self._tables.pop(transfer_id, None)
+            if (table := self._tables.get(transfer_id)) is not None:
+                # What has left stays with its receiver, who waits for what follows it.
+                table.page_ids, table.computed_tokens = (), 0
         for transfer_id in orders.dropped:
             self._forget(transfer_id)
             courier.later(partial(courier.sender.gone, transfer_id))
@@ -113,8 +115,7 @@ class WorkerSide:
         for transfer_id in orders.cancels:
             courier.later(partial(courier.receiver.cancel, transfer_id))
         for ticket in orders.declines:
-            address = ticket.peer_addresses[self._rank]
-            courier.later(partial(courier.receiver.decline, address, ticket.transfer_id))
+            courier.later(partial(courier.receiver.decline, ticket))
 
     def after_forward(self, orders: StepOrders) -> None:
         """Note how far pages are written, and ship those that are complete and asked for."""

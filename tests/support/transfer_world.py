@@ -130,15 +130,12 @@ class World:
         self.sender.announce(ticket)
 
     def ask(self, transfer_id: str, *, pages: int = 3, first_page: int = 0, deadline_s: float = 30.0) -> None:
-        ticket = Ticket(
-            transfer_id=transfer_id,
-            role=Role.RECEIVE,
-            peer_engine="prefill",
-            peer_addresses=(ADDRESS,),
-            deadline_s=deadline_s,
-        )
+        ticket = _receiving(transfer_id, deadline_s)
         order = ReceiveOrder(f"request-{transfer_id}", ticket, first_page, tuple(range(10, 10 + pages)))
         self.receiver.begin(order)
+
+    def decline(self, transfer_id: str) -> None:
+        self.receiver.decline(_receiving(transfer_id, 30.0))
 
     def start(self, transfer_id: str, *, pages: int = 3, first_page: int = 0) -> None:
         """Announced, asked for and agreed on: pages may be shipped."""
@@ -196,3 +193,13 @@ class World:
     def quiet(self) -> bool:
         """Nothing is remembered of any transfer."""
         return self.sender.in_flight() == 0 and self.receiver.in_flight() == 0
+
+
+def _receiving(transfer_id: str, deadline_s: float) -> Ticket:
+    return Ticket(
+        transfer_id=transfer_id,
+        role=Role.RECEIVE,
+        peer_engine="prefill",
+        peer_addresses=(ADDRESS,),
+        deadline_s=deadline_s,
+    )

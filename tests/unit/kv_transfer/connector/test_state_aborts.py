@@ -64,7 +64,7 @@ def decode_leaves(world: World, name: str) -> None:
     if name in world.receiver._receives:
         world.receiver.cancel(name)
     else:
-        world.receiver.decline("tcp://prefill", name)
+        world.decline(name)
 
 
 def prefill_leaves(world: World, name: str) -> None:

@@ -176,11 +176,11 @@ def test_pages_of_a_cancelled_transfer_are_released_at_once(world: World) -> Non
 
 
 def test_decode_that_needs_nothing_frees_the_pages_before_or_after_the_announcement(world: World) -> None:
-    world.receiver.decline(ADDRESS, "early")
+    world.decline("early")
     world.settle()
     world.announce("early")
     world.announce("late")
-    world.receiver.decline(ADDRESS, "late")
+    world.decline("late")
     world.settle()
 
     assert sorted(world.sender.take_closed()) == ["early", "late"]

@@ -51,7 +51,7 @@ class Worker:
             cache[page] = value + layer / 2
 
 
-def worker(name: str, folder: Path) -> Worker:
+def worker(name: str, folder: Path, *, rank: int = 0) -> Worker:
     config = ConnectorConfig.parse(
         {
             "engine_id": name,
@@ -62,7 +62,7 @@ def worker(name: str, folder: Path) -> Worker:
             "link_timeout_s": 5.0,
         }
     )
-    side = WorkerSide(config, 0)
+    side = WorkerSide(config, rank)
     caches = {f"layer{i}": torch.zeros(16, 1, BLOCK, 8) for i in range(2)}
     side.register(caches, "test")
     return Worker(side, caches)
@@ -168,6 +168,45 @@ def test_a_preempted_request_ships_its_new_pages_never_its_lost_ones(pair: tuple
     until((prefill, decode), lambda: decode.received == ["d-t"])
 
     assert torch.equal(decode.caches["layer1"][[1, 2, 6]], prefill.caches["layer1"][[10, 11, 12]])
+
+
+def test_a_request_that_is_preempted_after_its_first_page_left_goes_on_with_the_second(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    prefill.write(3, 1.0)
+    prefill.step(announced("t"))
+    decode.step(asked("t", prefill, (1, 2, 6)))
+    some_steps(prefill, decode)
+    prefill.step(computed("t", (3, 4, 5), 6))  # page 3 leaves
+    some_steps(prefill, decode)
+    prefill.step(StepOrders(suspended=["t"]))
+    prefill.write(3, 50.0)  # now somebody else's
+    some_steps(prefill, decode)
+
+    for page, value in ((10, 1.0), (11, 2.0), (12, 3.0)):
+        prefill.write(page, value)
+    prefill.step(computed("t", (10, 11, 12), PROMPT))
+    until((prefill, decode), lambda: decode.received == ["d-t"])
+
+    assert decode.failed == set()
+    assert torch.equal(decode.caches["layer1"][[1, 2, 6]], prefill.caches["layer1"][[10, 11, 12]])
+    assert decode.reports["d-t"].pages == 3
+
+
+def test_a_prefill_engine_with_fewer_ranks_fails_the_transfer_and_not_the_engine(tmp_path: Path) -> None:
+    """What this rank does not need it cannot decline either: there is nobody to tell."""
+    prefill, second = worker("prefill", tmp_path), worker("decode", tmp_path, rank=1)
+    try:
+        second.step(StepOrders(declines=[asked("t", prefill, (1,)).receives[0].ticket]))
+        second.step(asked("u", prefill, (1,)))
+        until((second,), lambda: second.received == ["d-u"])
+    finally:
+        prefill.side.close()
+        second.side.close()
+
+    assert second.failed == {"d-u"}
+    assert second.reports["d-u"].cause is TransferCause.PROTOCOL
 
 
 def test_a_prefill_request_that_dies_fails_the_receive_at_once(pair: tuple[Worker, Worker]) -> None:
