@@ -99,6 +99,8 @@ class Gateway:
         """Raises when a background task has died: without it no request can be answered."""
         if self._watch is not None and self._watch.done():
             raise RuntimeError("the replica watch has ended")
+        if self._bus.ended:
+            raise RuntimeError("the token bus has ended")
 
     def status(self) -> dict[str, Any]:
         return {

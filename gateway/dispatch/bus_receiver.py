@@ -55,6 +55,11 @@ class BusReceiver:
         self.address = f"tcp://{self._host}:{port}"
         self._task = asyncio.create_task(self._receive(socket), name="token-bus")
 
+    @property
+    def ended(self) -> bool:
+        """Whether nobody listens any more, though nobody has closed it."""
+        return self._task is not None and self._task.done()
+
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -104,5 +109,6 @@ class BusReceiver:
             take(item)
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
-        while True:
-            self.feed(await socket.recv())
+        with socket:
+            while True:
+                self.feed(await socket.recv())

@@ -27,6 +27,8 @@ from workers.telemetry import Telemetry, Work
 HEARTBEAT_S: Final = 0.5
 SILENCE_S: Final = 5.0
 """Heartbeats stop when the engine has not answered for so long: then the replica is dead to its gateways."""
+WITHDRAW_S: Final = 2.0
+"""Longest that a replica which ends waits for the registry."""
 QUEUE_FACTOR: Final = 4
 """Requests taken in, in multiples of the engine's batch; the engine queues what it cannot compute yet."""
 
@@ -156,7 +158,12 @@ class Replica:
             self._beating.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._beating
-        await self._parts.registry.withdraw(self._parts.engine_id)
+        try:
+            async with asyncio.timeout(WITHDRAW_S):
+                await self._parts.registry.withdraw(self._parts.engine_id)
+        except Exception:
+            # Its entry leads to nobody then, which every peer is prepared for. An engine left over is worse.
+            log.exception("engine %s: not withdrawn from the registry", self._parts.engine_id)
         await self._engine.close()
         self._bus.close()
 

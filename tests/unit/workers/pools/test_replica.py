@@ -3,7 +3,7 @@ import os
 import pytest
 
 from tests.support.engines import ScriptedEngine
-from tests.support.replicas import Bench, a_decode, settle
+from tests.support.replicas import Bench, MemoryRegistry, a_decode, settle
 from workers.api import FaultKind, Gauges, Phase, WorkerFault
 from workers.engine.base import EngineFault
 from workers.pools.decode import DecodeReplica
@@ -19,6 +19,24 @@ async def test_a_started_replica_is_in_the_registry_and_a_stopped_one_is_not() -
 
     assert "d1" not in bench.registry.engines
     assert bench.engine.closed == 1
+
+
+async def test_an_engine_is_closed_also_when_the_registry_is_gone(caplog: pytest.LogCaptureFixture) -> None:
+    """A cluster's control service may die before its replicas do."""
+
+    class Gone(MemoryRegistry):
+        async def withdraw(self, engine_id: str) -> None:
+            raise ConnectionError("no control service")
+
+    bench = Bench(registry=Gone())
+    replica = await bench.decode_replica()
+    await replica.attach("g1", "tcp://g1")
+
+    await replica.stop()
+
+    assert bench.engine.closed == 1
+    assert bench.board["tcp://g1"].closed
+    assert "not withdrawn" in caplog.text
 
 
 async def test_a_stopped_replica_refuses() -> None:
