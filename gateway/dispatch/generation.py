@@ -3,14 +3,10 @@
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from gateway.dispatch.driver import Call
-from gateway.prompt.derender import Detokeniser, StopFinder
+from gateway.prompt.derender import Detokeniser, StopFinder, TokenTexts
 from workers.api import FinishReason
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +19,9 @@ class Usage:
 class Generation:
     """Iterate `pieces` once; `finish_reason` and `usage` hold when it has returned."""
 
-    def __init__(self, call: Call, tokenizer: "Tokenizer", stops: Sequence[str], prompt_tokens: int) -> None:
+    def __init__(self, call: Call, texts: TokenTexts, stops: Sequence[str], prompt_tokens: int) -> None:
         self._call = call
-        self._detokeniser = Detokeniser(tokenizer)
+        self._detokeniser = Detokeniser(texts)
         self._finder = StopFinder(stops)
         self._prompt_tokens = prompt_tokens
 

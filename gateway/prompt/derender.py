@@ -6,29 +6,65 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from tokenizers.decoders import DecodeStream
+
+
+class TokenTexts:
+    """Texts of tokens that end with a whole character, learnt from the answers of one tokenizer.
+
+    In a byte-level vocabulary the text of such tokens in a row is their texts in a row, so that a token seen
+    once need not be decoded again. Others change a token's text with its place: of those nothing is learnt.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        from tokenizers.decoders import ByteLevel
+
+        self.tokenizer = tokenizer
+        self.additive = isinstance(tokenizer.decoder, ByteLevel)
+        """Text between two whole characters does not depend on what was before."""
+        self._known: dict[int, str] = {}
+        self.get = self._known.get
+        """The text of a token, None while it is not known to have one of its own."""
+
+    def learn(self, token_id: int, text: str) -> None:
+        """This is what the token became between two characters; empty if it is not the end of one."""
+        if self.additive and text:
+            self._known[token_id] = text
 
 
 class Detokeniser:
     """Text of one answer, token by token. A character of several tokens comes out with its last one."""
 
-    def __init__(self, tokenizer: "Tokenizer") -> None:
+    def __init__(self, texts: TokenTexts) -> None:
         from tokenizers.decoders import DecodeStream
 
+        self._texts = texts
         self._new_stream = DecodeStream
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._stream: DecodeStream | None = None
+        """Holds the tokens of a character that is not complete; None between characters."""
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty inside a character and for special tokens."""
+        if self._stream is not None:
+            return self._decoded(self._stream, token_id)
+        text = self._texts.get(token_id)
+        if text is None:
+            text = self._decoded(self._new_stream(skip_special_tokens=True), token_id)
+            self._texts.learn(token_id, text)
+        return text
+
+    def _decoded(self, stream: "DecodeStream", token_id: int) -> str:
         try:
-            return self._stream.step(self._tokenizer, token_id) or ""
+            text = stream.step(self._texts.tokenizer, token_id) or ""
         except Exception as error:
             # Bytes that never become a character leave the stream in a state it refuses to go on from. The
             # library has no type of its own for this. The lost bytes had no text.
             if not str(error).startswith("Invalid prefix encountered"):
                 raise
-            self._stream = self._new_stream(skip_special_tokens=True)
-            return self._stream.step(self._tokenizer, token_id) or ""
+            stream = self._new_stream(skip_special_tokens=True)
+            text = stream.step(self._texts.tokenizer, token_id) or ""
+        self._stream = None if text and self._texts.additive else stream
+        return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,12 +2,10 @@
 
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from gateway.errors import ContextOverflow, InvalidRequest
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+from gateway.prompt.derender import TokenTexts
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +30,8 @@ class Renderer(Protocol):
     async def render_text(self, text: str) -> tuple[int, ...]:
         """Token ids of bare text, without a template. Raises `ContextOverflow` likewise."""
 
-    def tokenizer(self) -> "Tokenizer":
-        """For detokenising."""
+    def texts(self) -> TokenTexts:
+        """For detokenising: one for all answers."""
 
 
 class VllmRenderer:
@@ -48,6 +46,7 @@ class VllmRenderer:
         config = args.create_engine_config()
         self._renderer = renderer_from_config(config)
         self._tokenizer = self._renderer.tokenizer
+        self._texts = TokenTexts(self._tokenizer.backend_tokenizer)
         self._longest_token = int(self._tokenizer.max_chars_per_token)
         self.context_length = context_length
         self.vocabulary_size = int(config.model_config.get_vocab_size())
@@ -76,9 +75,8 @@ class VllmRenderer:
         (prompt,) = await self._renderer.render_cmpl_async([{"prompt": text}], self._counting())
         return tuple(prompt["prompt_token_ids"])
 
-    def tokenizer(self) -> "Tokenizer":
-        tokenizer: Tokenizer = self._tokenizer.backend_tokenizer
-        return tokenizer
+    def texts(self) -> TokenTexts:
+        return self._texts
 
     def _counting(self) -> Any:
         """Tokenise all of it: an error that names how long the prompt is needs the whole count."""

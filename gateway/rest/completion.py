@@ -81,7 +81,7 @@ async def complete(
         facts = facts_of(request.scope)
         facts.update(model=served.facts.id, prompt_tokens=len(token_ids), stream=ask.stream)
         call = await stack.enter_async_context(Call(served.engines, job))
-        generation = Generation(call, served.renderer.tokenizer(), ask.stops, len(token_ids))
+        generation = Generation(call, served.renderer.texts(), ask.stops, len(token_ids))
         # A stream's resources outlive this function: the response closes them.
         pieces = await stack.enter_async_context(aclosing(generation.pieces()))
         try:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from gateway.prompt.derender import TokenTexts
 from gateway.prompt.render import Message
 
 END = 256
@@ -39,7 +40,7 @@ class ByteRenderer:
 
     def __init__(self, context_length: int = 200) -> None:
         self.context_length = context_length
-        self._tokenizer = byte_tokenizer()
+        self._texts = TokenTexts(byte_tokenizer())
 
     async def render_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
         return tokens_of("".join(f"{m['role']}:{_text(m['content'])}\n" for m in messages))
@@ -47,8 +48,8 @@ class ByteRenderer:
     async def render_text(self, text: str) -> tuple[int, ...]:
         return tokens_of(text)
 
-    def tokenizer(self) -> Tokenizer:
-        return self._tokenizer
+    def texts(self) -> TokenTexts:
+        return self._texts
 
 
 def _text(content: str | list[dict[str, str]]) -> str:

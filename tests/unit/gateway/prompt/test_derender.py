@@ -2,12 +2,15 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
-from gateway.prompt.derender import Detokeniser, StopFinder
+from gateway.prompt.derender import Detokeniser, StopFinder, TokenTexts
 from tests.support.renderer import END, byte_tokenizer, tokens_of
 
 # Two letters make partial and overlapping matches common.
 words = st.text("ab", min_size=1, max_size=4)
+TEXTS = TokenTexts(byte_tokenizer())
+"""Shared: later examples meet tokens that earlier ones have taught."""
 
 
 def naive(text: str, stops: list[str]) -> str:
@@ -62,7 +65,7 @@ def test_text_that_cannot_begin_a_stop_string_is_not_held_back() -> None:
 
 @given(st.text(max_size=30))
 def test_detokenised_bytes_are_the_text_and_never_half_a_character(text: str) -> None:
-    detokeniser, pieces = Detokeniser(byte_tokenizer()), []
+    detokeniser, pieces = Detokeniser(TEXTS), []
     for token_id in (*tokens_of(text), END):
         pieces.append(detokeniser.push(token_id))
 
@@ -71,8 +74,36 @@ def test_detokenised_bytes_are_the_text_and_never_half_a_character(text: str) ->
 
 
 def test_bytes_that_never_become_a_character_do_not_end_the_stream() -> None:
-    detokeniser = Detokeniser(byte_tokenizer())
+    detokeniser = Detokeniser(TokenTexts(byte_tokenizer()))
 
     text = "".join(detokeniser.push(token_id) for token_id in (0xFF, 0xFE, 0x80, 0x80, *tokens_of("later")))
 
     assert text.endswith("later")
+
+
+@given(st.lists(st.integers(0, END), max_size=24))
+def test_what_was_learnt_changes_no_text(token_ids: list[int]) -> None:
+    fresh, taught = Detokeniser(TokenTexts(byte_tokenizer())), Detokeniser(TEXTS)
+
+    assert [taught.push(i) for i in token_ids] == [fresh.push(i) for i in token_ids]
+
+
+def test_a_token_with_a_text_of_its_own_is_decoded_once() -> None:
+    texts = TokenTexts(byte_tokenizer())
+    letter, half_a_character = ord("a"), 0xC3
+
+    Detokeniser(texts).push(letter)
+    Detokeniser(texts).push(half_a_character)
+    Detokeniser(texts).push(END)
+
+    assert [texts.get(i) for i in (letter, half_a_character, END)] == ["a", None, None]
+
+
+def test_nothing_is_learnt_of_tokens_whose_text_depends_on_their_place() -> None:
+    tokenizer = Tokenizer(models.BPE(vocab={"▁a": 0, "▁b": 1}, merges=[]))
+    tokenizer.decoder = decoders.Metaspace()
+    texts = TokenTexts(tokenizer)
+
+    for _ in range(2):
+        detokeniser = Detokeniser(texts)
+        assert [detokeniser.push(i) for i in (0, 1, 0)] == ["a", " b", " a"]

@@ -17,7 +17,7 @@ def renderer(model_dir: Path) -> VllmRenderer:
 
 
 def text_of(renderer: VllmRenderer, token_ids: tuple[int, ...]) -> str:
-    return renderer.tokenizer().decode(list(token_ids), skip_special_tokens=False)
+    return renderer.texts().tokenizer.decode(list(token_ids), skip_special_tokens=False)
 
 
 async def test_conversation_is_rendered_by_the_models_template(renderer: VllmRenderer) -> None:
@@ -52,7 +52,7 @@ async def test_hopeless_prompt_is_refused_without_tokenising(renderer: VllmRende
 
 async def test_answer_text_comes_back_whole_from_its_tokens(renderer: VllmRenderer) -> None:
     text = "naïve café 🦜 日本語"
-    detokeniser = Detokeniser(renderer.tokenizer())
+    detokeniser = Detokeniser(renderer.texts())
 
     token_ids = (*await renderer.render_text(text), *renderer.stop_token_ids)
 
@@ -60,5 +60,5 @@ async def test_answer_text_comes_back_whole_from_its_tokens(renderer: VllmRender
 
 
 def test_end_of_turn_token_ends_answers(renderer: VllmRenderer) -> None:
-    assert [renderer.tokenizer().id_to_token(i) for i in renderer.stop_token_ids] == ["<|im_end|>"]
+    assert [renderer.texts().tokenizer.id_to_token(i) for i in renderer.stop_token_ids] == ["<|im_end|>"]
     assert renderer.vocabulary_size == 49_152
