@@ -39,6 +39,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._refusal: ApiError | None = None
         self._head_bytes: int | None = None
         """Received of headers that are not complete; None between them."""
+        self._idle_bytes = 0
+        """Received since headers or a body last went on: trailers, blank lines. Counted read by read."""
         self._deaf = False
         """What comes is no request, and the answers to those before it are under way."""
         self._head_timer: asyncio.TimerHandle | None = None
@@ -63,11 +65,16 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._deaf or self.transport.is_closing():
             return
+        self._idle_bytes += len(data)
         super().data_received(data)
-        if self._head_bytes is not None and not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._head_bytes is not None:
             self._head_bytes += len(data)
-            if self._head_bytes > self.limits.max_header_bytes:
-                self._refuse(HeadersTooLarge())
+        elif self._head_timer is None and self._between_requests():
+            self._arm_head()  # uvicorn takes anything for the next request, and waits for it without end
+        if max(self._head_bytes or 0, self._idle_bytes) > self.limits.max_header_bytes:
+            self._refuse(HeadersTooLarge())
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -83,12 +90,21 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_bytes = 0
+        self._head_bytes = self._idle_bytes = 0
         if self._head_timer is None:
             self._arm_head()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._head_bytes is not None:  # a trailer comes too late to count: nobody may take it for a header
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._idle_bytes = 0
+        super().on_body(body)
+
     def on_headers_complete(self) -> None:
         self._head_bytes = None
+        self._idle_bytes = 0
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
@@ -115,6 +131,10 @@ class GuardedProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """What uvicorn calls when the parser gives up."""
         self._refuse(self._refusal or InvalidRequest("The request is not valid HTTP."))
+
+    def _between_requests(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and cycle.response_complete and not cycle.more_body
 
     # Deadlines.
 
@@ -145,14 +165,20 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.abort()  # `close` would wait for the client to read
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer what is no request, and close; behind a request, close when that is answered."""
+        """Answer what is no request, and close; behind a request, close when that is answered.
+
+        Within the body of the request that is at work: whoever reads that is told that the client is gone.
+        """
         if self.transport.is_closing():
             return
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None and not cycle.response_complete:
-            self._deaf = True
-            cycle.keep_alive = False
-            return
+            if self.pipeline or cycle.response_started or not cycle.more_body:
+                self._deaf = True
+                cycle.keep_alive = False
+                return
+            cycle.disconnected = True
+            cycle.message_event.set()
         body = msgspec.json.encode(problem.body(error))
         name = secrets.token_hex(16)
         lines = (
