@@ -164,8 +164,19 @@ class SystemConfig:
     tracing: TracingConfig = TracingConfig()
 
     def __post_init__(self) -> None:
+        if not self.host:
+            raise ValueError("host must be an address; 0.0.0.0 stands for all of this machine's")
         if self.internal_port == self.port:
             raise ValueError(f"internal_port must be another one than port, not {self.port} as well")
+        if self.dashboard.host is not None and self.dashboard.port in (self.port, self.internal_port):
+            raise ValueError(
+                f"dashboard.port must be another one than port and internal_port, not {self.dashboard.port}"
+            )
+
+    @property
+    def authority(self) -> str:
+        """Host and port of the HTTP surface as a URL has them."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 _adapter: Final = TypeAdapter(SystemConfig)

@@ -90,7 +90,7 @@ def settings_of(config: SystemConfig, log_socket: Path) -> haproxy.Settings:
     return haproxy.Settings(
         program=get_haproxy_binary(),
         threads=min(MOST_THREADS, os.cpu_count() or 1),
-        bind=f"{config.host}:{config.port}",
+        bind=config.authority,
         max_connections=limits.max_connections,
         max_requests=limits.max_in_flight,
         header_timeout_s=limits.header_timeout_s,

@@ -265,7 +265,7 @@ class Supervisor:
             self._pause(0.25)
 
     def _become_ready(self, profile: ModelProfile, state_url: str, secrets: Secrets) -> Ready:
-        base_url = f"http://{self._config.host}:{self._config.port}"
+        base_url = f"http://{self._config.authority}"
         self._say("waiting for engines to join the gateway")
         deadline = self._now() + READY_TIMEOUT_S
         answer = "no answer"

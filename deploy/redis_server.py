@@ -125,7 +125,7 @@ def _launch(folder: Path, password: str, log: Path, port: int) -> RedisServer:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
     return port

@@ -50,18 +50,18 @@ async def running_haproxy(config: SystemConfig, folder: Path, *ports: int) -> As
     argv = [environment["RAY_SERVE_HAPROXY_BINARY_PATH"], "-db", "-f", str(file), "-dR"]
     process = await asyncio.create_subprocess_exec(*argv, stdout=sys.stderr, stderr=subprocess.STDOUT)
     try:
-        await _answers(config.port, process)
-        yield f"http://127.0.0.1:{config.port}"
+        await _answers(config.host, config.port, process)
+        yield f"http://{config.authority}"
     finally:
         process.kill()
         await process.wait()
 
 
-async def _answers(port: int, process: asyncio.subprocess.Process) -> None:
+async def _answers(host: str, port: int, process: asyncio.subprocess.Process) -> None:
     for _ in range(200):
         assert process.returncode is None, f"HAProxy ended with {process.returncode}"
         try:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            _, writer = await asyncio.open_connection(host, port)
         except OSError:
             await asyncio.sleep(0.05)
         else:

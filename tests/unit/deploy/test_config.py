@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import httpx
 import pytest
 import yaml
 from hypothesis import given
@@ -55,6 +56,9 @@ def test_a_port_that_does_not_exist_is_refused(port: int) -> None:
         ),
         ({"redis": {"state_url": "redis://h:port"}}, "state_url must be an address"),
         ({"testing": {"drop_bus_frame": 0}}, r"testing\.drop_bus_frame: .* 1"),
+        ({"host": ""}, "host must be an address"),
+        ({"port": 9000, "dashboard": {"host": "127.0.0.1", "port": 9000}}, "dashboard.port must be another"),
+        ({"dashboard": {"host": "127.0.0.1", "port": 8601}}, "dashboard.port must be another"),
         ([1, 2], "configuration"),
         ("text", "configuration"),
     ],
@@ -62,6 +66,16 @@ def test_a_port_that_does_not_exist_is_refused(port: int) -> None:
 def test_a_bad_value_is_named(raw: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         parse(raw, source="x.yaml")
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:8600"), ("::1", "http://[::1]:8600"), ("::", "http://[::]:8600")],
+)
+def test_a_host_of_either_family_makes_a_url_that_clients_can_use(host: str, url: str) -> None:
+    made = httpx.URL(f"http://{SystemConfig(host=host).authority}")
+
+    assert (str(made), made.host, made.port) == (url, host, 8600)
 
 
 def test_the_password_in_a_redis_url_is_not_shown() -> None:

@@ -123,6 +123,20 @@ async def test_serves_own_routes_are_hidden_however_they_are_spelled(tmp_path: P
     assert b'"not_found"' in answer
 
 
+async def test_haproxy_listens_where_the_configuration_says_also_on_ipv6(tmp_path: Path) -> None:
+    try:
+        config = replace(CONFIG, port=free_port("::1"), host="::1")
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    async with running_haproxy(config, tmp_path, free_port()):
+        reader, writer = await asyncio.open_connection("::1", config.port)
+        writer.write(b"GET /-/routes HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), 20)
+        writer.close()
+
+    assert answer.startswith(b"HTTP/1.1 404 ")
+
+
 async def test_without_a_gateway_clients_get_our_error_body_with_one_id(tmp_path: Path) -> None:
     config = replace(CONFIG, port=free_port())
     async with (
