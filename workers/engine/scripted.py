@@ -80,11 +80,20 @@ class _Inside:
     """A request in the engine, and the news that it has not taken yet."""
 
     sequence: Sequence
-    news: list[Output | EngineFault] = field(default_factory=list)
+    news: list[Output] = field(default_factory=list)
+    fault: EngineFault | None = None
+    """Nothing comes any more."""
     waiter: asyncio.Future[None] | None = None
 
-    def tell(self, news: Output | EngineFault) -> None:
-        self.news.append(news)
+    def tell(self, output: Output) -> None:
+        self.news.append(output)
+        self._wake()
+
+    def fail(self, fault: EngineFault) -> None:
+        self.fault = fault
+        self._wake()
+
+    def _wake(self) -> None:
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
@@ -94,18 +103,12 @@ class _Inside:
         Raises:
             EngineFault: the engine has ended.
         """
-        if not self.news:
+        if not self.news and self.fault is None:
             self.waiter = asyncio.get_running_loop().create_future()
             await self.waiter
-        outputs: list[Output] = []
-        for place, news in enumerate(self.news):
-            if isinstance(news, EngineFault):
-                if not outputs:
-                    raise news
-                self.news = self.news[place:]  # for the next time
-                return outputs
-            outputs.append(news)
-        self.news = []
+        if self.fault is not None and not self.news:
+            raise self.fault
+        outputs, self.news = self.news, []
         return outputs
 
 
@@ -165,7 +168,7 @@ class ScriptedEngine:
         try:
             while True:
                 outputs = await inside.take()
-                token_ids = tuple(output.token_id for output in outputs)
+                token_ids = tuple([output.token_id for output in outputs])
                 finish = outputs[-1].finish
                 if finish is None:
                     yield Delta(token_ids=token_ids)
@@ -234,7 +237,7 @@ class ScriptedEngine:
             raise
         finally:
             for inside in self._inside.values():
-                inside.tell(EngineFault(FaultKind.ENGINE_DEAD, "the engine has ended"))
+                inside.fail(EngineFault(FaultKind.ENGINE_DEAD, "the engine has ended"))
 
     async def release(self, transfer_id: str) -> None:
         """Pages are never held for others here."""

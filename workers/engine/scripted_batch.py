@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from workers.api import FinishReason
 from workers.engine.scripted_pages import Holder
 
@@ -37,8 +39,9 @@ class Work:
     prefill_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(msgspec.Struct, frozen=True):
+    """One token. A dataclass would cost more to make."""
+
     sequence: Sequence
     token_id: int
     finish: FinishReason | None
