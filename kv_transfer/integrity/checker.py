@@ -1,0 +1,145 @@
+"""The worker's half: keeps the shadow, checks each step's tables, and says which requests must not go on.
+
+A request that is flagged writes nothing in this step. The pages that it was to write are therefore revoked:
+whoever reads them, found by their hash while the step was scheduled, is flagged with it, now or later.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from kv_transfer.api.integrity import IntegrityCause, PageFault
+from kv_transfer.integrity.delta import LedgerDelta
+from kv_transfer.integrity.shadow import STALE, Bools, GroupShape, Int32s, Shadow
+from kv_transfer.integrity.tags import NO_TAG
+from kv_transfer.integrity.verify import NULL_PAGE, Batch, Finding, Tables, batch_of, check_numpy, contain
+
+_NOWHERE: Final = PageFault(IntegrityCause.SHIFTED, -1, NO_TAG, NO_TAG)
+
+
+@dataclass(slots=True)
+class CheckCounts:
+    """Since the engine's start."""
+
+    steps: int = 0
+    """That were checked."""
+    unchecked: int = 0
+    """That computed something and were not checked."""
+    pages: int = 0
+    """That were about to be read."""
+    seconds: float = 0.0
+    """Spent on applying changes and on checking."""
+
+
+@dataclass(slots=True)
+class _Judgement:
+    """Of one step, as far as it has come."""
+
+    request_ids: Sequence[str]
+    flagged: Bools
+    """[rows]"""
+    faults: dict[str, PageFault] = field(default_factory=dict)
+
+
+class Checker:
+    def __init__(self, pages: int, groups: Sequence[GroupShape], *, now: Callable[[], float]) -> None:
+        """
+        Args:
+            pages: of the cache, the null page among them.
+            now: seconds of a monotonic clock.
+        """
+        self.shadow = Shadow(pages, groups)
+        self.counts = CheckCounts()
+        self._now = now
+
+    def apply(self, delta: LedgerDelta) -> None:
+        began = self._now()
+        self.shadow.apply(delta)
+        self.counts.seconds += self._now() - began
+
+    def check(
+        self, groups: Sequence[Tables], request_ids: Sequence[str], plan: Mapping[str, tuple[int, int]]
+    ) -> dict[str, PageFault]:
+        """Check one step and contain what is wrong with it: masked in place, in all groups.
+
+        Args:
+            groups: each cache group's tables, as arrays that share the kernels' memory.
+            request_ids: of the tables' rows; padding rows have none.
+            plan: (tokens computed before, tokens scheduled), as the scheduler ordered.
+
+        Returns:
+            The requests that must end, each with the first fault found in it.
+        """
+        began = self._now()
+        slots = [self.shadow.slot(request_id) for request_id in request_ids]
+        ordered = [plan.get(request_id, (0, 0)) for request_id in request_ids]
+        batch = batch_of(slots, [c for c, _ in ordered], [s for _, s in ordered])
+        judgement = _Judgement(request_ids, np.zeros(len(slots), np.bool_))
+        fresh = self._judge(groups, batch, judgement)
+        while fresh.any():
+            self._revoke_writes(batch, fresh)
+            fresh = self._judge(groups, batch, judgement)
+        if judgement.faults:
+            for tables in groups:
+                contain(tables, batch, judgement.flagged)
+        self.counts.steps += 1
+        self.counts.pages += self._pages_read(batch)
+        self.counts.seconds += self._now() - began
+        return judgement.faults
+
+    def _judge(self, groups: Sequence[Tables], batch: Batch, judgement: _Judgement) -> Bools:
+        """Flag what is wrong now; returns the rows that were not flagged before."""
+        before = judgement.flagged.copy()
+        for group, tables in enumerate(groups):
+            findings = check_numpy(tables, batch, self.shadow.rows[group], self.shadow.shapes[group])
+            wrong = (findings[:, 0] != Finding.NOTHING) & ~judgement.flagged
+            for row in np.flatnonzero(wrong).tolist():
+                judgement.flagged[row] = True
+                fault = self._explain(group, int(batch.slots[row]), findings[row])
+                judgement.faults[judgement.request_ids[row]] = fault
+        return judgement.flagged & ~before
+
+    def _explain(self, group: int, slot: int, finding: Int32s) -> PageFault:
+        code, where, page = finding.tolist()
+        if code == Finding.LENGTH or slot < 0:
+            return _NOWHERE
+        rows, size = self.shadow.rows[group], self.shadow.shapes[group].block_size
+        index = where if code == Finding.READ else where // size
+        known = index < rows.tags.shape[1]
+        expected = int(rows.tags[slot, index]) if known else NO_TAG
+        real = 0 <= page < len(self.shadow.tags)
+        found = int(self.shadow.tags[page]) if real else NO_TAG
+        if code == Finding.WRITE:
+            return PageFault(IntegrityCause.UNEXPECTED_WRITE, page, expected, found)
+        if known and page == rows.given[slot, index] and page != STALE:
+            # The right page, and not what it was: its writer never wrote it, or it changed hands.
+            cause = IntegrityCause.STALE_PREFIX if found == NO_TAG else IntegrityCause.REALLOCATED
+        elif page == NULL_PAGE or not real:
+            cause = IntegrityCause.FREED
+        else:
+            mine = (rows.given[slot] == page).any()
+            cause = IntegrityCause.SHIFTED if mine else IntegrityCause.REALLOCATED
+        return PageFault(cause, page, expected, found)
+
+    def _revoke_writes(self, batch: Batch, flagged: Bools) -> None:
+        ends = batch.computed + np.diff(batch.starts)
+        for rows, shape in zip(self.shadow.rows, self.shadow.shapes, strict=True):
+            for row in np.flatnonzero(flagged).tolist():
+                slot = int(batch.slots[row])
+                if slot >= 0:
+                    touched = slice(
+                        int(batch.computed[row]) // shape.block_size, -(-int(ends[row]) // shape.block_size)
+                    )
+                    mine = rows.given[slot, touched][rows.own[slot, touched]]
+                    self.shadow.revoke(mine[mine != STALE].tolist())
+
+    def _pages_read(self, batch: Batch) -> int:
+        ends = batch.computed + np.diff(batch.starts)
+        total = 0
+        for shape in self.shadow.shapes:
+            total += int((-(-ends // shape.block_size)).sum())
+            if shape.window is not None:
+                total -= int((np.maximum(0, batch.computed - shape.window + 1) // shape.block_size).sum())
+        return total

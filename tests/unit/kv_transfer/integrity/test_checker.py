@@ -1,0 +1,178 @@
+"""One step of a worker: who is flagged, why, and what becomes of the tables."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kv_transfer.api.integrity import IntegrityCause, PageFault
+from kv_transfer.integrity.checker import Checker
+from kv_transfer.integrity.delta import LedgerDelta, RowGrowth
+from kv_transfer.integrity.shadow import GroupShape
+from kv_transfer.integrity.verify import Tables
+
+SIZE = 4
+PAGES = 20
+
+
+@dataclass
+class Bench:
+    """`a` decodes in pages 1, 2; `b` has hit page 1 and prefills 3, 4; `c` decodes in 5."""
+
+    checker: Checker = field(default_factory=lambda: Checker(PAGES, [GroupShape(SIZE)], now=lambda: 0.0))
+    plan: dict[str, tuple[int, int]] = field(default_factory=lambda: {"a": (5, 1), "b": (4, 6), "c": (2, 1)})
+
+    def __post_init__(self) -> None:
+        self.pages = {"a": [1, 2], "b": [1, 3, 4], "c": [5]}
+        own = {"a": [True, True], "b": [False, True, True], "c": [True]}
+        self.checker.apply(
+            LedgerDelta(
+                tags={page: 100 + page for page in range(PAGES)},
+                grown=[
+                    RowGrowth(name, 0, 0, pages, [100 + p for p in pages], own[name])
+                    for name, pages in self.pages.items()
+                ],
+            )
+        )
+        self.tables = self.right_tables()
+
+    def right_tables(self) -> Tables:
+        table = np.full((5, 6), 19, np.int32)
+        slots: list[int] = []
+        for row, (name, (computed, scheduled)) in enumerate(self.plan.items()):
+            pages = self.pages[name]
+            table[row, : len(pages)] = pages
+            slots += [pages[p // SIZE] * SIZE + p % SIZE for p in range(computed, computed + scheduled)]
+        lengths = np.array([*(c + s for c, s in self.plan.values()), 0, 0], np.int32)
+        starts = np.cumsum([0, *(s for _, s in self.plan.values()), 0, 0]).astype(np.int32)
+        return Tables(table, lengths, starts, np.array([*slots, 76, 77], np.int64))
+
+    def check(self) -> dict[str, PageFault]:
+        return self.checker.check([self.tables], list(self.plan), self.plan)
+
+    def untouched(self, *names: str) -> None:
+        """These rows are as they were."""
+        right = self.right_tables()
+        for row, name in enumerate(self.plan):
+            if name in names:
+                tokens = slice(*right.query_start_loc[row : row + 2])
+                assert self.tables.block_table[row].tolist() == right.block_table[row].tolist()
+                assert self.tables.slot_mapping[tokens].tolist() == right.slot_mapping[tokens].tolist()
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_right_step_flags_nobody_and_is_counted(bench: Bench) -> None:
+    assert bench.check() == {}
+    bench.untouched("a", "b", "c")
+    assert (bench.checker.counts.steps, bench.checker.counts.pages) == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("page", "cause", "found"),
+    [
+        (3, IntegrityCause.REALLOCATED, 103),
+        (2, IntegrityCause.SHIFTED, 102),
+        (0, IntegrityCause.FREED, 100),
+        (-1, IntegrityCause.FREED, 0),
+        (PAGES, IntegrityCause.FREED, 0),
+    ],
+)
+def test_a_wrong_entry_ends_its_request_alone(
+    bench: Bench, page: int, cause: IntegrityCause, found: int
+) -> None:
+    bench.tables.block_table[0, 0] = page
+
+    assert bench.check() == {"a": PageFault(cause, page, 101, found)}
+    assert not bench.tables.block_table[0].any()
+    assert bench.tables.slot_mapping[0] == -1
+    bench.untouched("b", "c")
+
+
+def test_a_page_that_changed_hands_ends_those_who_still_show_it(bench: Bench) -> None:
+    bench.checker.apply(LedgerDelta(tags={5: 999}))
+
+    assert bench.check() == {"c": PageFault(IntegrityCause.REALLOCATED, 5, 105, 999)}
+    bench.untouched("a", "b")
+
+
+@pytest.mark.parametrize("slot", [5 * SIZE, -1, 2 * SIZE + 2, 2**40])
+def test_a_write_elsewhere_ends_its_request(bench: Bench, slot: int) -> None:
+    bench.tables.slot_mapping[0] = slot
+
+    faults = bench.check()
+
+    assert {name: fault.cause for name, fault in faults.items()} == {"a": IntegrityCause.UNEXPECTED_WRITE}
+    assert bench.tables.slot_mapping[0] == -1
+    bench.untouched("b", "c")
+
+
+def test_a_wrong_length_ends_its_request(bench: Bench) -> None:
+    bench.tables.seq_lens[2] = 4
+
+    assert {name: fault.cause for name, fault in bench.check().items()} == {"c": IntegrityCause.SHIFTED}
+    assert bench.tables.seq_lens[2] == 3
+
+
+def test_a_request_that_was_never_told_of_is_flagged(bench: Bench) -> None:
+    faults = bench.checker.check([bench.tables], ["a", "b", "stranger"], bench.plan)
+
+    assert list(faults) == ["stranger"]
+
+
+def test_who_reads_what_a_flagged_request_was_to_write_is_flagged_with_it(bench: Bench) -> None:
+    """`d` was admitted in the same step, and found b's page 3 by a hash that was made while scheduling."""
+    bench.checker.apply(LedgerDelta(grown=[RowGrowth("d", 0, 0, [3, 6], [103, 106], [False, True])]))
+    bench.pages["d"] = [3, 6]
+    bench.plan["d"] = (4, 1)
+    bench.tables = bench.right_tables()
+    assert bench.check() == {}
+
+    bench.tables.block_table[1, 0] = 5
+
+    causes = {name: fault.cause for name, fault in bench.check().items()}
+    assert causes == {"b": IntegrityCause.REALLOCATED, "d": IntegrityCause.STALE_PREFIX}
+    bench.untouched("a", "c")
+    later = {"e": (4, 1)}
+    bench.pages = {"e": [3, 7]}
+    bench.plan = later
+    bench.checker.apply(LedgerDelta(grown=[RowGrowth("e", 0, 0, [3, 7], [103, 107], [False, True])]))
+    bench.tables = bench.right_tables()
+    assert {name: fault.cause for name, fault in bench.check().items()} == {"e": IntegrityCause.STALE_PREFIX}
+
+
+def test_a_request_that_would_write_to_anothers_page_does_not_take_the_page_from_it(bench: Bench) -> None:
+    bench.plan["b"] = (3, 7)  # its first token falls into page 1, which is a's
+    bench.tables = bench.right_tables()
+
+    faults = bench.check()
+
+    assert faults == {"b": PageFault(IntegrityCause.UNEXPECTED_WRITE, 1, 101, 101)}
+    bench.untouched("a", "c")
+
+
+def test_every_group_is_checked_and_contained_together() -> None:
+    checker = Checker(PAGES, [GroupShape(SIZE), GroupShape(SIZE, 4)], now=lambda: 0.0)
+    checker.apply(
+        LedgerDelta(
+            tags={page: 100 + page for page in range(PAGES)},
+            grown=[
+                RowGrowth("a", 0, 0, [1, 2], [101, 102], [True, True]),
+                RowGrowth("a", 1, 0, [0, 3], [0, 103], [False, True]),
+            ],
+        )
+    )
+    start = np.array([0, 1], np.int32)
+    groups = [
+        Tables(np.array([[1, 2]], np.int32), np.array([8], np.int32), start, np.array([2 * SIZE + 3])),
+        Tables(np.array([[9, 4]], np.int32), np.array([8], np.int32), start, np.array([3 * SIZE + 3])),
+    ]
+
+    faults = checker.check(groups, ["a"], {"a": (7, 1)})
+
+    assert faults == {"a": PageFault(IntegrityCause.REALLOCATED, 4, 103, 104)}
+    assert [g.slot_mapping.tolist() for g in groups] == [[-1], [-1]]
+    assert not any(g.block_table.any() for g in groups)

@@ -1,0 +1,72 @@
+from collections import Counter
+
+import pytest
+
+from kv_transfer.api.integrity import IntegrityCause, PageFault
+from kv_transfer.integrity.ledger import GenerationLedger
+from kv_transfer.integrity.prestep import Rights, judge, rights_of
+from tests.support.toy_pool import ToyPool
+
+ZERO, COPY = IntegrityCause.ZERO_TARGET, IntegrityCause.COW_SOURCE
+PAGES = 10
+
+
+@pytest.fixture
+def pool() -> ToyPool:
+    pool = ToyPool(PAGES, 1, [GenerationLedger(PAGES, 1, free=range(1, PAGES))])
+    pool.admit("a", 1, 2)
+    pool.publish("a", 0)
+    pool.admit("b", 1, 1)  # page 1 is a's and b's, page 3 is b's
+    return pool
+
+
+def test_only_a_fresh_page_of_one_owner_may_be_cleared_or_copied_to(pool: ToyPool) -> None:
+    (ledger,) = pool.ledgers
+    rights = rights_of(ledger, [1, 2, 3, 7], [(1, 3), (3, 1), (7, 3)])
+
+    assert rights.clear == {2: (ledger.tag(2), "a"), 3: (ledger.tag(3), "b")}
+    assert rights.copy == {(1, 3): (ledger.tag(1), ledger.tag(3), "b")}
+
+
+def test_what_is_rightful_runs(pool: ToyPool) -> None:
+    (ledger,) = pool.ledgers
+    judged = judge([2], [(1, 3)], rights_of(ledger, [2], [(1, 3)]), ledger.tag)
+
+    assert (judged.clear, judged.copies, judged.faults, judged.refused) == ([2], [(1, 3)], {}, [])
+
+
+def test_a_wrong_target_is_not_cleared_and_who_waits_for_a_clear_page_ends(pool: ToyPool) -> None:
+    (ledger,) = pool.ledgers
+    judged = judge([1], [], rights_of(ledger, [3], []), ledger.tag)
+
+    assert judged.clear == []
+    assert judged.refused == [ZERO]
+    assert judged.faults == {"b": PageFault(ZERO, 3, ledger.tag(3), ledger.tag(3))}
+
+
+def test_a_target_too_many_is_not_cleared_and_nobody_ends(pool: ToyPool) -> None:
+    (ledger,) = pool.ledgers
+    judged = judge([3, 2], [], rights_of(ledger, [3], []), ledger.tag)
+
+    assert (judged.clear, judged.faults, judged.refused) == ([3], {}, [ZERO])
+
+
+def test_a_wrong_source_is_not_copied_from_and_its_targets_owner_ends(pool: ToyPool) -> None:
+    (ledger,) = pool.ledgers
+    judged = judge([], [(2, 3)], rights_of(ledger, [], [(1, 3)]), ledger.tag)
+
+    assert judged.copies == []
+    assert judged.refused == [COPY]
+    assert judged.faults == {"b": PageFault(COPY, 3, ledger.tag(3), ledger.tag(2))}
+
+
+def test_a_page_that_changed_hands_on_the_way_is_neither_cleared_nor_copied(pool: ToyPool) -> None:
+    (ledger,) = pool.ledgers
+    rights = rights_of(ledger, [2], [(1, 3)])
+
+    judged = judge([2], [(1, 3)], rights, lambda _: 0)
+
+    assert (judged.clear, judged.copies) == ([], [])
+    assert Counter(judged.refused) == Counter([ZERO, COPY])
+    assert not Rights()
+    assert rights
