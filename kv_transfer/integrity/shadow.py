@@ -128,7 +128,8 @@ class Shadow:
                 rows.pages[np.isin(rows.given, held) & (rows.tags != self._current(rows.given))] = STALE
 
     def _current(self, pages: Int32s) -> Int64s:
-        return self.tags[np.maximum(pages, 0)]
+        tags: Int64s = self.tags[np.maximum(pages, 0)]
+        return tags
 
     def _grow(self, grown: RowGrowth) -> None:
         slot = self._slots.get(grown.request_id)

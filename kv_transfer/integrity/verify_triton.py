@@ -59,7 +59,7 @@ def check_triton(
 
 
 @triton.jit
-def _check_row(  # type: ignore[no-untyped-def]  # noqa: PLR0915, PLR0917
+def _check_row(  # noqa: PLR0915, PLR0917
     table: Any,
     table_stride: Any,
     table_width: Any,
