@@ -132,7 +132,8 @@ class Checker:
                     touched = slice(
                         int(batch.computed[row]) // shape.block_size, -(-int(ends[row]) // shape.block_size)
                     )
-                    mine = rows.given[slot, touched][rows.own[slot, touched]]
+                    # Not those that are another's by now, who writes them.
+                    mine = rows.pages[slot, touched][rows.own[slot, touched]]
                     self.shadow.revoke(mine[mine != STALE].tolist())
 
     def _pages_read(self, batch: Batch) -> int:

@@ -5,6 +5,7 @@ unique within one engine; at a million changes a second it lasts 101 days. The d
 report. It is too short to isolate anybody: the salt inside the block hash does that.
 """
 
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Final
 
@@ -22,6 +23,7 @@ class TagsExhausted(RuntimeError):
     """The counter would wrap, and tags would repeat: the engine has to be restarted."""
 
 
+@lru_cache(maxsize=1024)
 def domain_of(salt: str) -> int:
     """Domain of a tenant's cache salt; `NO_DOMAIN` for the empty one."""
     if not salt:

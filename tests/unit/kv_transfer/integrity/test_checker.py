@@ -99,6 +99,16 @@ def test_a_page_that_changed_hands_ends_those_who_still_show_it(bench: Bench) ->
     bench.untouched("a", "b")
 
 
+def test_a_page_that_was_given_to_another_is_the_others(bench: Bench) -> None:
+    """Page 2, to which `a` was about to write, is fresh and d's."""
+    bench.checker.apply(LedgerDelta(tags={2: 999}, grown=[RowGrowth("d", 0, 0, [2], [999], [True])]))
+    bench.pages["d"], bench.plan["d"] = [2], (0, 2)
+    bench.tables = bench.right_tables()
+
+    assert bench.check() == {"a": PageFault(IntegrityCause.REALLOCATED, 2, 102, 999)}
+    bench.untouched("b", "c", "d")
+
+
 @pytest.mark.parametrize("slot", [5 * SIZE, -1, 2 * SIZE + 2, 2**40])
 def test_a_write_elsewhere_ends_its_request(bench: Bench, slot: int) -> None:
     bench.tables.slot_mapping[0] = slot

@@ -3,6 +3,7 @@
 from collections import Counter
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -157,6 +158,7 @@ def run(life: list[tuple[Any, int, int]]) -> BothLedgers:
     return both
 
 
+@pytest.mark.timeout(90)
 @settings(max_examples=150)
 @given(lives(*LAWFUL))
 def test_lawful_lives_flag_nobody_and_leave_nothing(life: list[tuple[Any, int, int]]) -> None:
@@ -170,6 +172,7 @@ def test_lawful_lives_flag_nobody_and_leave_nothing(life: list[tuple[Any, int, i
     assert sorted(both.pool.queue) == list(range(1, PAGES))
 
 
+@pytest.mark.timeout(90)
 @settings(max_examples=250)
 @given(lives(*LAWFUL, *FAULTS))
 def test_faulty_lives_are_flagged_as_the_slow_ledger_flags_them(life: list[tuple[Any, int, int]]) -> None:

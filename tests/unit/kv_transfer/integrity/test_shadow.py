@@ -32,6 +32,7 @@ def follows(shadow: Shadow, ledger: GenerationLedger, requests: list[str]) -> No
             ]
 
 
+@pytest.mark.timeout(90)
 @settings(max_examples=80)
 @given(st.integers(0, 10**9))
 def test_after_each_step_the_shadow_shows_what_the_ledger_knows(seed: int) -> None:

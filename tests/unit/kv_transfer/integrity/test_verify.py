@@ -1,11 +1,8 @@
 """Each form of the check against the slow one, on right steps and on steps that something was done to."""
 
-import os
 import random
 from collections.abc import Callable
 from typing import Any
-
-os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import numpy as np
 import pytest
@@ -14,83 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kv_transfer.integrity.delta import LedgerDelta
-from kv_transfer.integrity.verify import Finding, RowTensors, Tables, check_numpy, check_torch, contain
-from kv_transfer.integrity.verify_triton import check_triton
-from tests.support.step_world import PAGES, Step, a_step, slow_findings
-
-
-def a_page(step: Step, rnd: random.Random) -> int:
-    return rnd.choice([p for p in step.tables.block_table.ravel().tolist() if 0 < p < PAGES])
-
-
-def flip_an_entry(step: Step, rnd: random.Random) -> None:
-    table = step.tables.block_table
-    row, column = rnd.randrange(table.shape[0]), rnd.randrange(table.shape[1])
-    table[row, column] = rnd.choice([0, -1, -7, PAGES, 2**31 - 1, -(2**31), rnd.randrange(PAGES)])
-
-
-def shift_a_row(step: Step, rnd: random.Random) -> None:
-    row = rnd.randrange(step.tables.block_table.shape[0])
-    step.tables.block_table[row] = np.roll(step.tables.block_table[row], rnd.choice([1, -1]))
-
-
-def swap_two_rows(step: Step, rnd: random.Random) -> None:
-    a, b = rnd.sample(range(step.tables.block_table.shape[0]), 2)
-    step.tables.block_table[[a, b]] = step.tables.block_table[[b, a]]
-
-
-def retag_a_page(step: Step, rnd: random.Random) -> None:
-    step.shadow.apply(LedgerDelta(tags={a_page(step, rnd): 5_000_000 + rnd.randrange(1000)}))
-
-
-def revoke_a_page(step: Step, rnd: random.Random) -> None:
-    step.shadow.revoke([a_page(step, rnd)])
-
-
-def write_elsewhere(step: Step, rnd: random.Random) -> None:
-    slots = step.tables.slot_mapping
-    slots[rnd.randrange(len(slots))] = rnd.choice(
-        [-1, 0, 2**40, -(2**40), rnd.randrange(PAGES * 4), int(slots[0])]
-    )
-
-
-def write_beside(step: Step, rnd: random.Random) -> None:
-    step.tables.slot_mapping[rnd.randrange(len(step.tables.slot_mapping))] += rnd.choice([1, -1])
-
-
-def write_to_a_shared_page(step: Step, rnd: random.Random) -> None:
-    step.shadow.rows[0].own[rnd.randrange(len(step.names))] = False
-
-
-def change_a_length(step: Step, rnd: random.Random) -> None:
-    step.tables.seq_lens[rnd.randrange(len(step.tables.seq_lens))] += rnd.choice([1, -1, 400, -(2**30)])
-
-
-def move_a_boundary(step: Step, rnd: random.Random) -> None:
-    step.tables.query_start_loc[rnd.randrange(len(step.tables.query_start_loc))] += rnd.choice([1, -1, 5])
-
-
-def forget_a_request(step: Step, rnd: random.Random) -> None:
-    step.batch.slots[rnd.randrange(len(step.batch.slots))] = -1
-
-
-def forget_the_end_of_rows(step: Step, rnd: random.Random) -> None:
-    step.shadow.rows[0].clear(step.batch.slots[0], rnd.randrange(1, 4))
-
-
-def cut_the_tables(step: Step, rnd: random.Random) -> None:
-    t = step.tables
-    table = t.block_table[:, : rnd.randrange(1, 4)].copy()
-    step.tables = Tables(table, t.seq_lens, t.query_start_loc, t.slot_mapping[: rnd.randrange(1, 6)].copy())
-
-
-MISCHIEF: tuple[Callable[[Step, random.Random], None], ...] = (
-    *(flip_an_entry, shift_a_row, swap_two_rows, retag_a_page, revoke_a_page, write_elsewhere),
-    *(write_to_a_shared_page, change_a_length, move_a_boundary, forget_a_request, forget_the_end_of_rows),
-    *(cut_the_tables, write_beside),
-)
-WINDOWS = (None, 1, 5, 8)
+from kv_transfer.integrity.verify import Finding, check_numpy, check_torch, contain
+from tests.support.mischief import MISCHIEF, WINDOWS, mischievous
+from tests.support.step_world import Step, a_step, slow_findings
 
 
 def by_numpy(step: Step) -> Any:
@@ -102,31 +25,19 @@ def by_torch(step: Step) -> Any:
     return check_torch(tables, batch, step.rows(), step.shape).numpy()
 
 
-def by_triton(step: Step) -> Any:
-    tables, batch = step.tensors()
-    return check_triton(tables, batch, step.rows(), step.shape, contain=False, block=4).numpy()
-
-
 FORMS = {"numpy": by_numpy, "torch": by_torch}
 
 
-def mischievous(seed: int, acts: int, rows: int = 6) -> Step:
-    rnd = random.Random(seed)
-    step = a_step(rnd, rows=rows, window=rnd.choice(WINDOWS))
-    for _ in range(acts):
-        rnd.choice(MISCHIEF)(step, rnd)
-    return step
-
-
 @pytest.mark.parametrize("window", WINDOWS)
-@pytest.mark.parametrize("form", [*FORMS.values(), by_triton], ids=[*FORMS, "triton"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_right_step_is_passed(form: Callable[[Step], Any], window: int | None) -> None:
     step = a_step(random.Random(1), window=window)
 
     assert not form(step).any()
 
 
-@settings(max_examples=150)
+@pytest.mark.timeout(90)
+@settings(max_examples=80)
 @given(st.integers(0, 10**9), st.integers(0, 4))
 def test_all_forms_find_what_a_loop_over_entries_finds(seed: int, acts: int) -> None:
     step = mischievous(seed, acts)
@@ -134,14 +45,6 @@ def test_all_forms_find_what_a_loop_over_entries_finds(seed: int, acts: int) -> 
 
     for name, form in FORMS.items():
         assert form(step).tolist() == slow, name
-
-
-@settings(max_examples=12)
-@given(st.integers(0, 10**9), st.integers(0, 3))
-def test_the_kernel_finds_it_too(seed: int, acts: int) -> None:
-    step = mischievous(seed, acts, rows=2)
-
-    assert by_triton(step).tolist() == slow_findings(step).tolist()
 
 
 @pytest.mark.parametrize("mischief", MISCHIEF, ids=lambda m: m.__name__)
@@ -171,7 +74,7 @@ def test_what_lies_beyond_the_read_range_is_ignored(window: int | None) -> None:
 
 
 @pytest.mark.parametrize("shown", [0, -1])
-@pytest.mark.parametrize("form", [*FORMS.values(), by_triton], ids=[*FORMS, "triton"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_the_null_page_is_wrong_wherever_attention_looks(form: Callable[[Step], Any], shown: int) -> None:
     step = a_step(random.Random(5), window=5)
     row = int(step.batch.computed.argmax())
@@ -185,7 +88,7 @@ def test_the_null_page_is_wrong_wherever_attention_looks(form: Callable[[Step], 
     assert form(step)[row].tolist() == [Finding.READ, first, shown]
 
 
-@pytest.mark.parametrize("form", [*FORMS.values(), by_triton], ids=[*FORMS, "triton"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_request_without_a_row_has_no_other_requests_row(form: Callable[[Step], Any]) -> None:
     """Slot -1 is the last row in Python's and numpy's eyes."""
     step = a_step(random.Random(2), rows=4)
@@ -197,7 +100,7 @@ def test_a_request_without_a_row_has_no_other_requests_row(form: Callable[[Step]
     assert np.flatnonzero(form(step)[:, 0]).tolist() == [last]
 
 
-@pytest.mark.parametrize("form", [*FORMS.values(), by_triton], ids=[*FORMS, "triton"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_write_to_the_right_page_at_the_wrong_offset_is_found(form: Callable[[Step], Any]) -> None:
     step = a_step(random.Random(4))
     size = step.shape.block_size
@@ -207,6 +110,7 @@ def test_a_write_to_the_right_page_at_the_wrong_offset_is_found(form: Callable[[
     assert form(step)[0].tolist() == [Finding.WRITE, position, step.tables.slot_mapping[0] // size]
 
 
+@pytest.mark.timeout(90)
 @settings(max_examples=30)
 @given(st.integers(0, 10**9), st.integers(0, 3))
 @example(seed=0, acts=0)
@@ -235,18 +139,6 @@ def test_containment_takes_flagged_rows_out_and_leaves_the_others(seed: int, act
     assert tables.slot_mapping[batch.tokens :].equal(before[2][batch.tokens :])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_the_kernel_contains_as_the_others_do(seed: int) -> None:
-    step = mischievous(seed, 2, rows=3)
-    tables, batch = step.tensors()
-    check_triton(tables, batch, step.rows(), step.shape, contain=True, block=4)
-    contain(step.tables, step.batch, slow_findings(step)[:, 0] != 0)
-
-    assert tables.block_table.tolist() == step.tables.block_table.tolist()
-    assert tables.seq_lens.tolist() == step.tables.seq_lens.tolist()
-    assert tables.slot_mapping.tolist() == step.tables.slot_mapping.tolist()
-
-
 class Waits(TorchDispatchMode):
     """Records operations for whose result the host would have to wait for a device."""
 
@@ -273,6 +165,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.timeout(90)
 def test_nothing_in_the_device_forms_waits_for_the_device() -> None:
     step = mischievous(7, 3)
     tables, batch = step.tensors()
@@ -284,26 +177,3 @@ def test_nothing_in_the_device_forms_waits_for_the_device() -> None:
         bool(findings.any())
         findings[findings[:, 0] != 0]
     assert len(waits.seen) == 2, "the recorder sees such operations"
-
-
-@pytest.mark.gpu
-def test_the_kernel_on_a_gpu_finds_and_contains_what_the_loop_finds() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no NVIDIA GPU on this machine")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("TRITON_INTERPRET=1 is set: the kernel would not run on the GPU")
-    for seed in range(60):
-        step = mischievous(seed, seed % 4, rows=6)
-        tables, batch = step.tensors()
-        rows = step.rows()
-        on_device = RowTensors(*(t.cuda() for t in (rows.page_tags, rows.tags, rows.pages, rows.own)))
-        on = [t.cuda() for t in (tables.block_table, tables.seq_lens, tables.query_start_loc)]
-        on_gpu = Tables(*on, tables.slot_mapping.cuda())
-        cuda_batch = type(batch)(batch.slots.cuda(), batch.computed.cuda(), batch.starts.cuda(), batch.tokens)
-        slow = slow_findings(step)
-        findings = check_triton(on_gpu, cuda_batch, on_device, step.shape, contain=True)
-        contain(step.tables, step.batch, slow[:, 0] != 0)
-
-        assert findings.cpu().tolist() == slow.tolist()
-        assert on_gpu.block_table.cpu().tolist() == step.tables.block_table.tolist()
-        assert on_gpu.slot_mapping.cpu().tolist() == step.tables.slot_mapping.tolist()
