@@ -5,8 +5,9 @@ from collections import Counter
 import pytest
 
 from kv_transfer.api.integrity import IntegrityCause, PageFault
+from kv_transfer.integrity.base import CHECKS, NullLedger
 from kv_transfer.integrity.delta import LedgerDelta
-from kv_transfer.integrity.ledger import CHECKS, GenerationLedger, NullLedger
+from kv_transfer.integrity.ledger import GenerationLedger
 from kv_transfer.integrity.tags import tag_domain
 from tests.support.toy_pool import ToyPool
 
