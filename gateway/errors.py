@@ -67,7 +67,9 @@ class ContextOverflow(ApiError):
     text = "The prompt and the answer do not fit into the model's context."
 
     @staticmethod
-    def of(prompt_tokens: int, output_tokens: int, context_length: int, *, param: str) -> "ContextOverflow":
+    def of(
+        prompt_tokens: int, output_tokens: int, context_length: int, *, param: str | None = None
+    ) -> "ContextOverflow":
         """Worded so that clients which parse either known phrase find both numbers."""
         total = prompt_tokens + output_tokens
         return ContextOverflow(

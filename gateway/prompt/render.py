@@ -23,7 +23,7 @@ class Renderer(Protocol):
         """Token ids of the conversation in the model's template, ready for the answer to follow.
 
         Raises:
-            ContextOverflow: it is certain without counting that it does not fit.
+            ContextOverflow: it is certain without counting that it does not fit. Names no field.
             InvalidRequest: the model's template refuses the conversation.
         """
 
@@ -88,7 +88,7 @@ class VllmRenderer:
         """Refuse before tokenising what is too long even if every token were the longest there is."""
         at_least = -(-characters // self._longest_token)
         if at_least > self.context_length:
-            raise ContextOverflow.of(at_least, 1, self.context_length, param="messages")
+            raise ContextOverflow.of(at_least, 1, self.context_length)
 
 
 def _characters(content: str | list[dict[str, str]]) -> int:

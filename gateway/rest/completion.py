@@ -121,9 +121,12 @@ def _note(facts: dict[str, Any], generation: Generation, call: Call | None = Non
 
 
 async def _render(renderer: Renderer, ask: Ask) -> tuple[int, ...]:
-    if ask.raw_prompt is not None:
-        return await renderer.render_text(ask.raw_prompt)
-    return await renderer.render_chat(ask.messages)
+    try:
+        if ask.raw_prompt is not None:
+            return await renderer.render_text(ask.raw_prompt)
+        return await renderer.render_chat(ask.messages)
+    except ContextOverflow as overflow:
+        raise ContextOverflow(overflow.message, ask.prompt_field) from None
 
 
 def _output_limit(prompt_tokens: int, ask: Ask, renderer: Renderer, default: int | None) -> int:

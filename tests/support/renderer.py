@@ -4,9 +4,12 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from gateway.errors import ContextOverflow
 from gateway.prompt.derender import TokenTexts
 from gateway.prompt.render import Message
 
+HOPELESS = 100
+"""Contexts: a longer text is refused without counting."""
 END = 256
 """The token that ends an answer. It has no text."""
 
@@ -43,9 +46,11 @@ class ByteRenderer:
         self._texts = TokenTexts(byte_tokenizer())
 
     async def render_chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return tokens_of("".join(f"{m['role']}:{_text(m['content'])}\n" for m in messages))
+        return await self.render_text("".join(f"{m['role']}:{_text(m['content'])}\n" for m in messages))
 
     async def render_text(self, text: str) -> tuple[int, ...]:
+        if len(text) > HOPELESS * self.context_length:
+            raise ContextOverflow.of(len(text), 1, self.context_length)
         return tokens_of(text)
 
     def texts(self) -> TokenTexts:

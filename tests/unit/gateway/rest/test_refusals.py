@@ -180,6 +180,9 @@ async def test_context_overflow_is_a_status_with_both_numbers_also_when_streamin
     [
         ({"prompt": "x" * 250}, "prompt"),
         ({"prompt": "x" * 250, "raw": True}, "prompt"),
+        ({"prompt": "x" * 25_000, "raw": True}, "prompt"),
+        ({"prompt": "x" * 25_000}, "prompt"),
+        ({"messages": [{"role": "user", "content": "x" * 25_000}]}, "messages"),
         ({"messages": [{"role": "user", "content": "x" * 250}]}, "messages"),
         ({"prompt": "hi", "max_tokens": 199}, "max_tokens"),
     ],
