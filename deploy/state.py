@@ -4,6 +4,7 @@ The folder is private (0700), its files too (0600). `lock` is held by the superv
 lives; `runtime.json` tells the commands where to find it; `local.json` exists only while it is ready.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -12,7 +13,8 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +23,9 @@ SOCKET_PATH_LIMIT = 100
 """Bytes; the kernel's limit for a unix socket's path is 107."""
 
 
+LOCK_TRIES: Final = 5
+LOCK_PAUSE_S: Final = 0.02
+"""Whoever looks whether a supervisor lives holds the lock for an instant: see `held`."""
 SCRATCH_ROOT: Final = Path("/tmp")
 """Its path is short: Ray's sockets lie below."""
 
@@ -100,9 +105,10 @@ def open_state(root: Path) -> StateDir:
 class StateLock:
     """Held from start to end by the one supervisor of a state folder."""
 
-    def __init__(self, state: StateDir) -> None:
+    def __init__(self, state: StateDir, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self._path = state.lock
         self._root = state.root
+        self._sleep = sleep
         self._file = self._path.open("a+")
 
     def acquire(self) -> None:
@@ -111,18 +117,24 @@ class StateLock:
         Raises:
             StateError: another process holds it; the message has its pid.
         """
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._taken():
             self._file.seek(0)
             holder = self._file.read().strip() or "unknown"
             raise StateError(
                 f"already running with state folder {self._root} (pid {holder}): "
                 "stop it with `phasegate down`, or choose another folder with --state"
-            ) from None
+            )
         self._file.truncate(0)
         self._file.write(f"{os.getpid()}\n")
         self._file.flush()
+
+    def _taken(self) -> bool:
+        for _ in range(LOCK_TRIES):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            self._sleep(LOCK_PAUSE_S)
+        return False
 
     def release(self) -> None:
         """Idempotent. The file stays: removing it would let two holders in."""

@@ -1,3 +1,4 @@
+import fcntl
 import os
 import stat
 from pathlib import Path
@@ -116,6 +117,18 @@ def test_the_second_supervisor_is_refused_with_the_pid_of_the_first(state: State
     second.acquire()
     second.release()
     second.release()
+
+
+def test_somebody_who_only_looks_is_not_taken_for_a_supervisor(state: StateDir) -> None:
+    """`phasegate status` at the very moment of a start must not make it fail."""
+    looking = state.lock.open("a+")
+    fcntl.flock(looking, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    lock = StateLock(state, sleep=lambda _: looking.close())
+
+    lock.acquire()
+
+    assert held(state)
+    lock.release()
 
 
 def test_nobody_holds_a_folder_in_which_nothing_ever_ran(state: StateDir) -> None:
