@@ -48,8 +48,8 @@ log = logging.getLogger(__name__)
 
 SETTLE_S: Final = 0.25
 """Seconds that bus frames may lag behind the control call before tokens are asked for again."""
-REFETCH_TIMEOUT_S: Final = 5.0
-RELEASE_TIMEOUT_S: Final = 5.0
+PATIENCE_S: Final = 5.0
+"""Seconds that a refetch or a release may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,7 @@ class Services:
     metrics: GatewayMetrics
     drain: Drain = field(default_factory=Drain)
     settle_s: float = SETTLE_S
+    patience_s: float = PATIENCE_S
     now: Callable[[], float] = time.monotonic
     _aside: set[asyncio.Task[None]] = field(default_factory=set, repr=False)
 
@@ -148,7 +149,7 @@ class Call:
         enter, own_id = self._s.fleet.enter, self._job.request_id
         if self._prefill_replica:
             enter(self._prefill_replica, own_id, lambda: self._tell(flow.PrefillLost()))
-        enter(self._decode_replica, own_id, lambda: self._tell(flow.DecodeLost()))
+        enter(decode_replica, own_id, lambda: self._tell(flow.DecodeLost()))
         self._state, actions = flow.start(with_prefill=self._prefill_replica is not None)
         self._trace.note(prefill_replica=self._prefill_replica, decode_replica=self._decode_replica)
         self._trace.enter(Stage.FIRST_TOKEN)
@@ -229,8 +230,7 @@ class Call:
 
     def _choose(self, phase: Phase) -> str | None:
         pages = -(-len(self._job.token_ids) // self._s.block_size)
-        ask = Ask(request_id=self._job.request_id, pages=pages)
-        return choose(ask, self._s.fleet.candidates(phase))
+        return choose(Ask(request_id=self._job.request_id, pages=pages), self._s.fleet.candidates(phase))
 
     def _alone(self, why: Alone) -> None:
         log.warning("request.decode_alone request_id=%s why=%s", self._job.request_id, why)
@@ -333,7 +333,7 @@ class Call:
         if (replica_id := self._prefill_replica) is None:
             return
         try:
-            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+            async with asyncio.timeout(self._s.patience_s):
                 answer = await self._s.pool.release(replica_id, self._transfer_id)
         except TimeoutError:
             answer = WorkerFault(kind=FaultKind.DEADLINE)
@@ -343,7 +343,7 @@ class Call:
     async def _run_refetch(self, action: flow.Refetch) -> None:
         event: flow.Event = flow.RefetchFailed(action.attempt)
         try:
-            async with asyncio.timeout(REFETCH_TIMEOUT_S):
+            async with asyncio.timeout(self._s.patience_s):
                 answer = await as_value(
                     self._s.pool.refetch(self._decode_replica, self._job.request_id, action.from_index)
                 )

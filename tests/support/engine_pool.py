@@ -58,6 +58,8 @@ class Script:
     """The first item says how the pages came."""
     wait_for_prefill: bool = False
     """Decode with a transfer makes nothing: its pages never come."""
+    aside_hangs: bool = False
+    """Refetches and releases are never answered."""
     peer_unknown: bool = False
     """Decode with a transfer does not find the prefill engine."""
 
@@ -129,12 +131,16 @@ class FakePool:
 
     async def refetch(self, replica_id: str, request_id: str, from_index: int) -> RefetchResult | WorkerFault:
         self.refetched_from.append(from_index)
+        if self.script.aside_hangs:
+            await asyncio.Event().wait()
         if self.script.forget:
             return WorkerFault(kind=FaultKind.INTERNAL)
         return RefetchResult(first_index=from_index, token_ids=self._made[request_id][from_index:])
 
     async def release(self, replica_id: str, transfer_id: str) -> WorkerFault | None:
         self.released.append(transfer_id)
+        if self.script.aside_hangs:
+            await asyncio.Event().wait()
         return None
 
     async def heartbeat(self, replica_id: str, free_pages: int = 100) -> None:

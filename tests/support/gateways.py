@@ -86,6 +86,7 @@ async def running_gateway(
     context_length: int = 200,
     proxy_labels: bool = False,
     telemetry: Telemetry | None = None,
+    patience_s: float = 5.0,
 ) -> AsyncIterator[TestGateway]:
     """Afterwards nothing may be left over: no call, no subscription, no slot."""
     telemetry = telemetry if telemetry is not None else Telemetry()
@@ -103,6 +104,7 @@ async def running_gateway(
         summaries=Summaries(),
         metrics=telemetry.metrics,
         settle_s=0.2,
+        patience_s=patience_s,
         drain=drain,
     )
     facts = ModelFacts(

@@ -252,6 +252,20 @@ def test_two_refetches_without_a_new_token_end_in_an_error() -> None:
     assert len(world.of(Refetch)) == 2
 
 
+def test_any_number_of_gaps_is_filled_as_long_as_each_fill_brings_a_token() -> None:
+    """A long answer over a bad line loses many frames."""
+    tokens = tuple(range(100, 120))
+    world = World().say(PrefillReturned())
+    for index in range(0, 20, 2):
+        world.say(Arrived(0, index + 1, tokens[index + 1 : index + 2]))
+        world.say(Refetched(0, index, tokens[index : index + 1]))
+    world.say(DecodeReturned(0, result(20)))
+
+    assert tuple(world.emitted) == tokens
+    assert len(world.of(Refetch)) == 10
+    assert world.actions[-1] == Finish(result(20))
+
+
 def test_more_tokens_than_decode_counted_is_an_error() -> None:
     world = World().say(Arrived(0, 0, OUTPUT), DecodeReturned(0, result(2)))
 

@@ -182,6 +182,7 @@ async def test_failed_prefill_restarts_decode_alone() -> None:
 
     assert answer.json()["result"]["response"] == "Hello, world."
     assert (first.attempt, second.attempt, second.transfer_id) == (0, 1, None)
+    assert second.deadline_s < first.deadline_s, "what the first one took is gone"
     assert summary
     assert summary["attempts"] == 2
     assert 'phasegate_decode_alone_total{reason="prefill_failed"} 1.0' in telemetry.metrics.page(0).decode()
@@ -315,6 +316,30 @@ async def test_prefill_lets_go_of_its_pages_as_soon_as_decode_begins_again_alone
         assert released == [request.transfer_id for request in gateway.pool.prefills]
         assert gateway.pool.released == released
         assert gateway.pool.decodes[-1].attempt == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_engine_that_never_answers_for_lost_tokens_ends_the_request_with_an_error(
+    stream: bool,
+) -> None:
+    async with running_gateway(Script(lose={2}, aside_hangs=True), patience_s=0.05) as gateway:
+        answer = await gateway.client.post(RUN, json=ASK | {"stream": stream}, headers=AUTH)
+
+    if stream:
+        assert events(answer)[-1]["error"]["code"] == "stream_incomplete"
+    else:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "stream_incomplete")
+
+
+async def test_an_engine_that_never_answers_a_release_holds_nothing_here() -> None:
+    telemetry = Telemetry()
+    script = Script(fault=FaultKind.BUSY, aside_hangs=True)
+    async with running_gateway(script, telemetry=telemetry, patience_s=0.05) as gateway:
+        answer = await gateway.client.post(RUN, json=ASK, headers=AUTH)
+
+    late = 'phasegate_engine_answers_failed_total{fault="deadline",phase="prefill"} 1.0'
+    assert answer.status_code == 429
+    assert late in telemetry.metrics.page(0).decode()
 
 
 async def _until_ready(gateway: Any) -> None:
