@@ -1,7 +1,11 @@
+import asyncio
+
+import zmq
+import zmq.asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.dispatch.bus_receiver import BusReceiver
+from gateway.dispatch.bus_receiver import MAX_FRAME_BYTES, BusReceiver
 from tests.support.members import MEMBERSHIP
 from workers.api import BUS_VERSION, Frame, Item
 from workers.api.bus import encode
@@ -56,3 +60,27 @@ def test_a_message_nested_beyond_all_bounds_is_ignored_like_any_other_malformed_
     bus.feed(whole_frame_and_one_field_more + b"\x91" * 200_000 + b"\xc0")
 
     assert bus.malformed == 1
+
+
+async def test_a_member_cannot_fill_the_memory_with_one_message_nor_a_stranger_send_any() -> None:
+    heard: asyncio.Queue[Frame] = asyncio.Queue()
+    bus = BusReceiver("127.0.0.1", heard.put_nowait, MEMBERSHIP)
+    bus.start()
+    context = zmq.asyncio.Context()
+    stranger, flood, member = (context.socket(zmq.PUSH) for _ in range(3))
+    for socket in (flood, member):
+        MEMBERSHIP.client(socket)
+    for socket in (stranger, flood, member):
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(bus.address)
+    try:
+        await stranger.send(frame(item("stranger")), zmq.NOBLOCK)
+        await flood.send(bytes(MAX_FRAME_BYTES + 1))
+        await asyncio.sleep(0.3)  # for what must not arrive
+        await member.send(frame(item("r1")))
+        first = await asyncio.wait_for(heard.get(), 10)
+    finally:
+        context.destroy(linger=0)
+        await bus.close()
+
+    assert (first.items, bus.malformed) == ((item("r1"),), 0)
