@@ -1,11 +1,13 @@
 """What a client is refused, in what words, and that nothing reached an engine."""
 
+import asyncio
 import json
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.support.asgi import Exchange
 from tests.support.gateways import (
     ACCOUNT,
     AUTH,
@@ -157,6 +159,15 @@ async def test_body_over_the_limit_is_refused(announced: bool) -> None:
     assert (answer.status_code, answer.json()["errors"][0]["code"]) == (413, 3006)
 
 
+async def test_a_body_that_is_announced_too_long_is_refused_before_it_comes() -> None:
+    async with running_gateway() as gateway:
+        exchange = Exchange(gateway.app, RUN, ASK, AUTH | {"content-length": "10000000"}, whole=False)
+        start = await exchange.message()
+        await asyncio.wait_for(exchange.task, 5)
+
+    assert start["status"] == 413
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("change", "total"),
@@ -207,11 +218,12 @@ async def test_default_answer_length_is_cut_to_what_remains() -> None:
         {},
         {"authorization": "Bearer"},
         {"authorization": "Bearer pg_wrong"},
-        {"authorization": f"Basic {'k' * 43}"},
+        {"authorization": AUTH["authorization"].replace("Bearer", "Basic")},
+        {"authorization": AUTH["authorization"].removeprefix("Bearer ")},
         {"x-api-key": "pg_" + "z" * 43},
     ],
 )
-@pytest.mark.parametrize("path", [RUN, CHAT, "/v1/models", "/tokenize", "/invocations", "/"])
+@pytest.mark.parametrize("path", [RUN, CHAT, "/v1/models", "/tokenize", "/invocations", "/", "/healthz/x"])
 async def test_without_a_good_key_nothing_is_told_and_the_key_is_not_echoed(
     headers: dict[str, str], path: str
 ) -> None:
