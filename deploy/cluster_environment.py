@@ -38,6 +38,8 @@ def driver_environment(token: Path) -> dict[str, str]:
         # Ray's own logs stay bounded; the defaults are 512 MiB and five backups, for each file.
         "RAY_ROTATION_MAX_BYTES": str(16 * 1024**2),
         "RAY_ROTATION_BACKUP_COUNT": "1",
+        # Ray's workers are batch work to it, at niceness 15: anything else on the machine would starve ours.
+        "RAY_worker_niceness": "0",
         # Two of Ray's processes serve figures to anybody on fixed ports, without a switch for it. A port that
         # does not exist is reported in their logs and does no other harm.
         "AUTOSCALER_METRIC_PORT": NO_PORT,

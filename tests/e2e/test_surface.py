@@ -104,6 +104,15 @@ def loopback(address: str) -> bool:
     return (mapped or parsed).is_loopback
 
 
+def test_no_process_gives_way_to_others_on_the_machine(stack: Stack) -> None:
+    supervisor = json.loads((stack.state / "runtime.json").read_text())["pid"]
+    own = psutil.Process(supervisor).nice()
+
+    nicer = [process.name() for process in processes_of(stack.state) if process.nice() != own]
+
+    assert nicer == []
+
+
 def test_everything_listens_on_loopback_only(stack: Stack) -> None:
     """Engines, the token bus, control channels, Redis and Ray take no connection from outside."""
     open_to_all = []
