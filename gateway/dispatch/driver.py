@@ -4,7 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -95,7 +95,7 @@ class Services:
 class Call:
     """One request in the engines. Use as an async context manager: leaving it early cancels both calls.
 
-    Iterating `tokens` raises the `ApiError` that ended the request, and returns when the answer is complete.
+    `take` its tokens until the answer is complete.
     """
 
     def __init__(self, services: Services, job: Job) -> None:
@@ -112,7 +112,7 @@ class Call:
         self._leaving = ExitStack()
         self._state = flow.State()
         self._fresh: tuple[int, ...] = ()
-        """Accepted tokens that the reader of `tokens` has not taken."""
+        """Accepted tokens that nobody has taken."""
         self._last: flow.Finish | flow.Fail | flow.Abandon | None = None
         self._prefill_replica: str | None = None
         self._decode_replica = ""
@@ -178,31 +178,30 @@ class Call:
             # They were cancelled or have returned; waiting makes this call their owner to the end.
             await asyncio.wait(running, timeout=1.0)
 
-    async def tokens(self) -> AsyncGenerator[tuple[int, ...]]:
-        """Accepted output tokens, in order: all that came since the last ones were taken."""
-        while True:
+    async def take(self) -> tuple[int, ...]:
+        """Accepted output tokens, in order: all that came since the last time. Waits while that is nothing.
+
+        Empty when the answer is complete. Raises the `ApiError` that ended the request.
+        """
+        while not self._fresh and self._last is None:
             for event in await self._events.take():
                 self._advance(event)
-            if self._fresh:
-                fresh, self._fresh = self._fresh, ()
-                if self._first_at is None:
-                    self._first_at = self._s.now()
-                self._trace.delivered()
-                self.billed_tokens += len(fresh)
-                yield fresh  # the reader may find a stop string and not come back for how decode ended
-            match self._last:
-                case None:
-                    pass
-                case flow.Finish():
-                    self.result, self._status = self._last.result, "finished"
-                    self._trace.complete()
-                    return
-                case flow.Fail():
-                    error = self._failure(self._last.fault)
-                    self._status = error.code
-                    raise error
-                case flow.Abandon():
-                    return
+        if self._fresh:
+            fresh, self._fresh = self._fresh, ()
+            if self._first_at is None:
+                self._first_at = self._s.now()
+            self._trace.delivered()
+            self.billed_tokens += len(fresh)
+            return fresh  # the reader may find a stop string and not come back for how decode ended
+        match self._last:
+            case flow.Finish():
+                self.result, self._status = self._last.result, "finished"
+                self._trace.complete()
+            case flow.Fail():
+                error = self._failure(self._last.fault)
+                self._status = error.code
+                raise error
+        return ()
 
     def stop(self, unused_tokens: int) -> None:
         """A stop string is complete: ends both calls. The last `unused_tokens` came after it, unbilled."""

@@ -1,7 +1,6 @@
 """One answer as text: a call's tokens, detokenised, cut at stop strings."""
 
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass
 
 from gateway.dispatch.driver import Call
@@ -27,17 +26,16 @@ class Generation:
 
     async def pieces(self) -> AsyncGenerator[str]:
         """Text that may be sent, never empty. Raises the `ApiError` that ended the request."""
-        async with aclosing(self._call.tokens()) as steps:
-            async for token_ids in steps:
-                text, stopped = self._take(token_ids)
-                if text:
-                    yield text
-                if stopped:
-                    return
+        while token_ids := await self._call.take():
+            text, stopped = self._text_of(token_ids)
+            if text:
+                yield text
+            if stopped:
+                return
         if tail := self._finder.flush():
             yield tail
 
-    def _take(self, token_ids: tuple[int, ...]) -> tuple[str, bool]:
+    def _text_of(self, token_ids: tuple[int, ...]) -> tuple[str, bool]:
         """Text of these tokens; True if one of them completed a stop string."""
         if self._finder.idle:
             return "".join(map(self._detokeniser.push, token_ids)), False
