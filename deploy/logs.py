@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import Final, TextIO
 
 from kv_transfer.api import FieldFormatter, PrivateLog
 
@@ -64,8 +64,14 @@ def tail(path: Path, lines: int = 20) -> list[str]:
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.is_file() else 0
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
-def _changed(path: Path) -> Any:
-    return path.stat().st_mtime_ns if path.exists() else 0
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # its replica renamed it since it was listed
+        return 0

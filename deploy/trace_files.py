@@ -92,7 +92,14 @@ def rotated(path: Path) -> Path:
 def trace_files(logs: Path) -> list[Path]:
     """Newest first."""
     found = [*logs.glob(f"{PREFIX}*.jsonl"), *logs.glob(f"{PREFIX}*.jsonl.1")]
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    return sorted(found, key=_changed, reverse=True)
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except FileNotFoundError:  # renamed, or removed, since it was listed
+        return 0
 
 
 def prune(logs: Path, keep: int = MAX_FILES) -> None:

@@ -180,6 +180,15 @@ def test_after_a_torn_line_the_next_one_is_whole(tmp_path: Path) -> None:
     assert [found.name for found in read(tmp_path)] == ["before", "after"]
 
 
+def test_a_file_that_goes_away_while_files_are_listed_is_passed_over(tmp_path: Path) -> None:
+    """A process renames its file when that is full: whoever reads meanwhile must not fail."""
+    SpanFile(tmp_path / "trace-gateway-a.jsonl").close()
+    (tmp_path / "trace-gateway-b.jsonl").symlink_to(tmp_path / "gone")
+
+    assert [path.name for path in trace_files(tmp_path)] == ["trace-gateway-a.jsonl", "trace-gateway-b.jsonl"]
+    assert list(read(tmp_path)) == []
+
+
 def test_the_newest_files_are_kept(tmp_path: Path) -> None:
     for number in range(5):
         (tmp_path / f"trace-decode-r{number}.jsonl").touch()

@@ -342,6 +342,31 @@ async def test_an_engine_that_never_answers_a_release_holds_nothing_here() -> No
     assert late in telemetry.metrics.page(0).decode()
 
 
+@pytest.mark.parametrize("path", [RUN, CHAT])
+async def test_a_fault_of_our_own_in_a_stream_is_an_event_and_not_its_silent_end(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(token_id: int) -> str | None:
+        if token_id == ord("w"):
+            raise RuntimeError("something of the prompt")
+        return chr(token_id)
+
+    script = Script(hold_at=1)
+    async with running_gateway(script) as gateway:
+        gateway.app.state.services.models[0].renderer.texts().get = broken
+        exchange = Exchange(gateway.app, path, CHAT_ASK | {"stream": True}, AUTH)
+        assert (await exchange.message())["status"] == 200
+        script.release.set()
+        await asyncio.wait_for(exchange.task, 5)
+        body = b"".join([part async for part in _rest(exchange)]).decode()
+
+    *_, last, nothing = body.split("\n\n")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "internal_error"
+    assert nothing == ""
+    assert "something of the prompt" not in body
+    assert "stream.failed" in caplog.text
+
+
 async def _until_ready(gateway: Any) -> None:
     async with asyncio.timeout(5):
         while (await gateway.client.get("/readyz")).status_code != 200:  # noqa: ASYNC110 - as a client sees it
