@@ -186,14 +186,21 @@ class ControlServer:
         if not self._started.wait(START_TIMEOUT_S) or not self._servers:
             raise ControlError(f"cannot listen on {self._path}")
 
-    def use(self, make: Callable[[], Fleet], phase: str) -> None:
-        """From now on answer from the fleet that `make` gives: called in the server's event loop."""
+    def use(self, make: Callable[[], Fleet], phase: str, *, within_s: float = START_TIMEOUT_S) -> None:
+        """From now on answer from the fleet that `make` gives: called in the server's event loop.
+
+        Raises:
+            ControlError: `make` took too long.
+        """
         assert self._loop is not None
 
         async def switch() -> None:
             self._fleet, self._phase = make(), phase
 
-        asyncio.run_coroutine_threadsafe(switch(), self._loop).result(START_TIMEOUT_S)
+        try:
+            asyncio.run_coroutine_threadsafe(switch(), self._loop).result(within_s)
+        except TimeoutError:  # an OSError to whoever catches those, and one that says nothing
+            raise ControlError(f"the application could not be asked within {within_s:g} s") from None
 
     def drain(self) -> list[dict[str, int]]:
         """End what is in flight: one account per gateway, requests `found` in flight and `cut`. Never raises.

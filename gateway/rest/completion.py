@@ -211,13 +211,13 @@ class TokenStream(Response):
         async with self._stack:
             try:
                 await until_disconnect(self._receive, self._stream(send, body_send_of(scope)))
-            except (ClientLeft, OSError):
+            except ClientLeft:
                 self._facts.update(ended=CLIENT_GONE)
             finally:
                 _note(self._facts, self._generation)
 
     async def _stream(self, start: Send, send: Send) -> None:
-        await start({"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
+        await _send(start, {"type": "http.response.start", "status": 200, "headers": list(sse.HEADERS)})
         try:
             await _write(send, self._dialect.opening())
             if self._first is not None:
@@ -229,15 +229,23 @@ class TokenStream(Response):
             # The status is sent: the stream says what happened and ends without [DONE].
             self._facts.update(ended=error.code)
             await _write(send, sse.frame(problem.body(error)))
-        except OSError:
+        except ClientLeft:
             raise
         except Exception:
             log.exception("stream.failed")
             self._facts.update(ended=InternalError.code)
             await _write(send, sse.frame(problem.body(InternalError())))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await _send(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _write(send: Send, data: bytes) -> None:
     if data:
-        await send({"type": "http.response.body", "body": data, "more_body": True})
+        await _send(send, {"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def _send(send: Send, message: Message) -> None:
+    """Only here an `OSError`, and a time-out is one, says that the client is gone."""
+    try:
+        await send(message)
+    except OSError:
+        raise ClientLeft from None

@@ -108,6 +108,24 @@ def test_a_place_where_nobody_can_listen_is_told(tmp_path: Path) -> None:
         server.start()
 
 
+def test_an_application_that_cannot_be_asked_in_time_is_told() -> None:
+    slow = threading.Event()
+
+    def make() -> Fleet:
+        slow.wait(10)
+        return Fleet()
+
+    with TemporaryDirectory(prefix="pg") as folder:
+        server = ControlServer(Path(folder) / "c", lambda: None)
+        server.start()
+        try:
+            with pytest.raises(ControlError, match=r"could not be asked within 0\.05 s"):
+                server.use(make, "ready", within_s=0.05)
+        finally:
+            slow.set()
+            server.close()
+
+
 def test_silence_is_told_with_the_socket(tmp_path: Path) -> None:
     with pytest.raises(ControlError, match=r"does not answer on .*nobody\.sock"):
         ask(str(tmp_path / "nobody.sock"), "GET", "/status")

@@ -342,13 +342,14 @@ async def test_an_engine_that_never_answers_a_release_holds_nothing_here() -> No
     assert late in telemetry.metrics.page(0).decode()
 
 
+@pytest.mark.parametrize("kind", [RuntimeError, TimeoutError, ConnectionResetError])
 @pytest.mark.parametrize("path", [RUN, CHAT])
 async def test_a_fault_of_our_own_in_a_stream_is_an_event_and_not_its_silent_end(
-    path: str, caplog: pytest.LogCaptureFixture
+    path: str, kind: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(token_id: int) -> str | None:
         if token_id == ord("w"):
-            raise RuntimeError("something of the prompt")
+            raise kind("something of the prompt")
         return chr(token_id)
 
     script = Script(hold_at=1)
