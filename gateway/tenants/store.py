@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Final, Self
 
 import msgspec
-from redis.asyncio import Redis
+from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -27,6 +27,8 @@ from gateway.tenants.model import Account, KeyRecord, Tenant
 
 TIMEOUT_S: Final = 2.0
 """Of one exchange with Redis. A store that is slower than this is not usable for a look-up per request."""
+CONNECTIONS: Final = 32
+"""To Redis, at most. A look-up holds one for less than a millisecond."""
 
 
 def wall_clock() -> float:
@@ -53,13 +55,16 @@ class TenantStore:
     @classmethod
     def open(cls, url: str, pepper: bytes) -> Self:
         """Connects lazily."""
-        redis = Redis.from_url(
+        pool = BlockingConnectionPool.from_url(
             url,
+            # The usual pool fails whoever finds it empty: a burst of requests waits its turn here.
+            max_connections=CONNECTIONS,
+            timeout=TIMEOUT_S,
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=TIMEOUT_S,
             retry=Retry(NoBackoff(), 1),  # one reconnect: a server that was restarted left dead sockets
         )
-        return cls(redis, pepper)
+        return cls(Redis.from_pool(pool), pepper)
 
     async def close(self) -> None:
         await self._redis.aclose()

@@ -1,5 +1,7 @@
 """Keys and accounts, against a real Redis server."""
 
+import asyncio
+import random
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -7,7 +9,7 @@ import redis
 
 from gateway.errors import StateUnavailable
 from gateway.tenants.keys import digest, mint, well_formed
-from gateway.tenants.store import TenantStore, UnknownAccount
+from gateway.tenants.store import CONNECTIONS, TenantStore, UnknownAccount
 from tests.support.redis_server import running_redis
 
 PEPPER = b"p" * 32
@@ -92,6 +94,42 @@ async def test_what_is_no_key_opens_nothing(store: TenantStore, key: str) -> Non
 async def test_key_needs_an_account(store: TenantStore) -> None:
     with pytest.raises(UnknownAccount):
         await store.create_key("0" * 32)
+
+
+async def test_a_burst_of_requests_waits_its_turn_at_the_store(store: TenantStore, url: str) -> None:
+    account = await store.create_account("a")
+    key, _ = await store.create_key(account.id)
+
+    found = await asyncio.gather(*(store.resolve(key) for _ in range(300)))
+
+    assert {tenant.account.id for tenant in found if tenant} == {account.id}
+    assert None not in found
+    with redis.Redis.from_url(url) as client:
+        assert len(client.client_list()) <= CONNECTIONS + 1
+
+
+async def test_look_ups_that_are_cut_off_never_give_one_tenant_anothers_answer(store: TenantStore) -> None:
+    """A client that leaves cancels its look-up, whose answer may still be on the connection."""
+    accounts = [await store.create_account(name) for name in "ab"]
+    keys = [(account.id, (await store.create_key(account.id))[0]) for account in accounts]
+    rng = random.Random(1)
+
+    async def look(account_id: str, key: str) -> None:
+        tenant = await store.resolve(key)
+        assert tenant is not None
+        assert tenant.account.id == account_id
+
+    async def cut(account_id: str, key: str) -> None:
+        task = asyncio.create_task(look(account_id, key))
+        for _ in range(rng.randrange(12)):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        assert task.cancelled() or task.exception() is None
+
+    for _ in range(50):
+        work = (rng.choice((look, cut))(*rng.choice(keys)) for _ in range(8))
+        await asyncio.gather(*work)
 
 
 async def test_unreachable_store_is_a_typed_error() -> None:
