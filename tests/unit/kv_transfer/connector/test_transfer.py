@@ -459,6 +459,17 @@ def test_what_is_over_is_forgotten_in_time(world: World) -> None:
     assert world.sender.in_flight() == 1
 
 
+def test_a_transfer_that_was_declined_before_its_announcement_is_forgotten_in_time(world: World) -> None:
+    """Most declines come late, about transfers that are over: each would be remembered for ever."""
+    world.decline("t")
+    world.settle()
+    world.pass_time(61)
+
+    world.start("t", pages=1)
+
+    assert world.sender.wanted().keys() == {"t"}
+
+
 # -- what opens, and when
 
 
@@ -499,6 +510,20 @@ def test_an_offer_made_before_its_link_was_lost_does_not_revive_the_link(world: 
 
     assert len(wire.down) == 2, "joined twice"
     assert world.sender.wanted() == {}
+
+
+def test_an_offer_under_way_while_its_link_is_lost_does_not_revive_the_link(world: World) -> None:
+    """The receiver does not know yet what the sender knows."""
+    world.start("a", pages=1)
+    (wire,) = world.links.values()
+    world.announce("b")
+    world.ask("b", pages=1)
+    wire.down[1](TransferError(TransferCause.LINK_DOWN, "test"))
+    world.settle()
+
+    assert len(wire.down) == 2, "joined twice"
+    assert [o.cause for o in world.outcomes()] == [TransferCause.LINK_DOWN] * 2
+    assert world.quiet()
 
 
 def test_too_many_parked_offers_are_refused_and_those_before_them_are_kept(
