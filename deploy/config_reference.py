@@ -46,6 +46,7 @@ Refused, each with its remedy and all at once:
 | `redis.state_url` without a password, or with a weak one | a unix socket is used |
 | a weak `redis_password` or `pepper` in `secrets.json` | a strong one is made |
 | a profile with `engine: scripted` | the profile has a real engine |
+| a profile with `integrity: off` | pages are checked |
 
 Weak: shorter than {shortest} characters, fewer than {fewest} different ones, or one of {words} inside.
 

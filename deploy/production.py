@@ -55,8 +55,14 @@ def refusals(config: SystemConfig) -> Iterator[Mistake]:
 
 def profile_refusals(config: SystemConfig, profile: object) -> Iterator[Mistake]:
     """What is refused of a model profile, given as read from YAML."""
-    engine = profile.get("engine") if isinstance(profile, Mapping) else None
-    if config.mode == "production" and engine == "scripted":
+    if config.mode != "production" or not isinstance(profile, Mapping):
+        return
+    if profile.get("integrity") is False:
+        yield Mistake(
+            "profile",
+            f"{config.profile} serves without page checks: {_IN_PRODUCTION}; remove integrity: off from it",
+        )
+    if profile.get("engine") == "scripted":
         yield Mistake(
             "profile",
             f"{config.profile} answers from a script, not from a model: {_IN_PRODUCTION}; choose a profile "

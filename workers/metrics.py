@@ -9,7 +9,7 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from kv_transfer.api import EngineGauges, HandoffOutcome, HandoffReport, TransferCause
+from kv_transfer.api import EngineGauges, HandoffOutcome, HandoffReport, IntegrityCause, TransferCause
 from workers.api import FaultKind
 
 _TRANSFER_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -89,19 +89,60 @@ class ReplicaMetrics:
             registry=registry,
         )
         self._bus_dropped = _Tally(
-            "phasegate_bus_items_dropped_total",
-            "Items that no socket accepted; their receivers see a gap and refetch them.",
-            registry,
+            Counter(
+                "phasegate_bus_items_dropped_total",
+                "Items that no socket accepted; their receivers see a gap and refetch them.",
+                registry=registry,
+            )
         )
         self._malformed = _Tally(
-            "phasegate_control_messages_malformed_total",
-            "Messages on the control channel of transfers that were none.",
-            registry,
+            Counter(
+                "phasegate_control_messages_malformed_total",
+                "Messages on the control channel of transfers that were none.",
+                registry=registry,
+            )
         )
         self._strangers = _Tally(
-            "phasegate_control_clients_refused_total",
-            "Connections to the control channel of who is no member of the system.",
-            registry,
+            Counter(
+                "phasegate_control_clients_refused_total",
+                "Connections to the control channel of who is no member of the system.",
+                registry=registry,
+            )
+        )
+        mismatches = Counter(
+            "phasegate_integrity_mismatches_total",
+            "Pages that were not what they should have been, by cause: requests ended, prefix hits refused.",
+            ("cause",),
+            registry=registry,
+        )
+        self._mismatches = {cause: _Tally(mismatches.labels(cause.value)) for cause in IntegrityCause}
+        self._steps_checked = _Tally(
+            Counter(
+                "phasegate_integrity_steps_checked_total",
+                "Steps of the model whose tables were checked before the forward.",
+                registry=registry,
+            )
+        )
+        self._steps_unchecked = _Tally(
+            Counter(
+                "phasegate_integrity_steps_unchecked_total",
+                "Steps of the model that ran with tables unchecked: integrity is off, or not on this device.",
+                registry=registry,
+            )
+        )
+        self._pages_checked = _Tally(
+            Counter(
+                "phasegate_integrity_pages_checked_total",
+                "Pages that were compared before they were read.",
+                registry=registry,
+            )
+        )
+        self._check_seconds = _Tally(
+            Counter(
+                "phasegate_integrity_check_seconds_total",
+                "Time that the checks took in the engine's thread.",
+                registry=registry,
+            )
         )
         for kind in FaultKind:
             self._faults.labels(kind.value)
@@ -144,16 +185,25 @@ class ReplicaMetrics:
         if gauges is not None:
             self._malformed.rise_to(gauges.malformed_messages)
             self._strangers.rise_to(gauges.strangers_refused)
+            self._integrity(gauges)
         return generate_latest(self._registry)
+
+    def _integrity(self, gauges: EngineGauges) -> None:
+        for cause, count in gauges.mismatches.items():
+            self._mismatches[IntegrityCause(cause)].rise_to(count)
+        self._steps_checked.rise_to(gauges.steps_checked)
+        self._steps_unchecked.rise_to(gauges.steps_unchecked)
+        self._pages_checked.rise_to(gauges.pages_checked)
+        self._check_seconds.rise_to(gauges.check_seconds)
 
 
 class _Tally:
     """A counter of what somebody else counts."""
 
-    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
-        self._counter = Counter(name, text, registry=registry)
-        self._seen = 0
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._seen = 0.0
 
-    def rise_to(self, count: int) -> None:
+    def rise_to(self, count: float) -> None:
         self._counter.inc(count - self._seen)
         self._seen = count

@@ -1,6 +1,6 @@
 """Numbers that an engine process answers at any time, also while it is idle."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,3 +20,10 @@ class EngineGauges:
     """On the control channel, since the engine's start: what was no message."""
     strangers_refused: int = 0
     """Connections to the control channel, since the engine's start, of who is no member of the system."""
+    mismatches: dict[str, int] = field(default_factory=dict)
+    """Pages that were not what they should have been, by cause, since the engine's start."""
+    steps_checked: int = 0
+    steps_unchecked: int = 0
+    """Steps that computed something with their tables unchecked."""
+    pages_checked: int = 0
+    check_seconds: float = 0.0

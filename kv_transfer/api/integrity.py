@@ -1,8 +1,14 @@
 """Why a page was not the one that a request was given, and what is checked. Values: they cross processes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Final, Literal
+
+import msgspec
+
+INTEGRITY_KEY: Final = "phasegate_integrity"
+"""Key inside vLLM's `kv_transfer_params`, in what an engine answers last."""
 
 
 class IntegrityCause(StrEnum):
@@ -47,6 +53,15 @@ class PageFault:
     """Tag; 0: none."""
     found: int
     """Tag; 0: none."""
+
+    def to_params(self) -> dict[str, Any]:
+        return {INTEGRITY_KEY: msgspec.to_builtins(self)}
+
+    @staticmethod
+    def from_params(params: Mapping[str, Any] | None) -> "PageFault | None":
+        """The fault in what an engine answered, or None."""
+        raw = (params or {}).get(INTEGRITY_KEY)
+        return None if raw is None else msgspec.convert(raw, PageFault)
 
     def error(self) -> PageIntegrityError:
         return PageIntegrityError(self.cause, self.page, self.expected, self.found)

@@ -30,6 +30,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Most bytes that wait in the sender for the wire; gathering pauses above it."""
     receive_staging_bytes: int = 256 * 2**20
     """Most bytes of pages that are under way to this engine at once; more of them wait for room."""
+    integrity: bool = True
+    """Whether pages have tags, and every step's tables are checked against them."""
     faults: FaultConfig = FaultConfig()
 
     def membership(self) -> Membership:

@@ -1,7 +1,7 @@
 """What vLLM loads: one class for both halves. It only forwards."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,17 +18,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kv_transfer.api.handoff import HandoffReport
 from kv_transfer.api.log_fields import PrivateLog
+from kv_transfer.connector.compat import require_tested
 from kv_transfer.connector.config import ConnectorConfig
+from kv_transfer.connector.guard import Guard
 from kv_transfer.connector.layout import UnsupportedCache
-from kv_transfer.connector.metadata import StepOrders, WorkerAddress
+from kv_transfer.connector.metadata import CheckOrders, StepOrders, WorkerAddress
 from kv_transfer.connector.scheduler_side import SchedulerSide
+from kv_transfer.connector.step_check import StepCheck
 from kv_transfer.connector.worker_side import WorkerSide
+from kv_transfer.integrity.prestep import Copy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -56,7 +60,11 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(config, vllm_config.cache_config.block_size)
         else:
-            self._worker = WorkerSide(config, vllm_config.parallel_config.rank)
+            checked = config.integrity and config.backend == "gloo"
+            check = StepCheck(kv_cache_config, checked=checked)
+            self._worker = WorkerSide(config, vllm_config.parallel_config.rank, check)
+        if config.integrity:
+            require_tested()
 
     @property
     def _s(self) -> SchedulerSide:
@@ -77,6 +85,14 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         self._s.bind_pool(gpu_block_pool)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._s.bind_manager(kv_cache_manager)
+
+    @property
+    def guard(self) -> Guard:
+        return self._s.guard
 
     def bind_counts(self, counts: Callable[[], tuple[int, int]]) -> None:
         self._s.bind_counts(counts)
@@ -115,12 +131,21 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
         layer = self._layers.get(next(iter(kv_caches), ""))
         self._w.register(kv_caches, isa=str(getattr(layer, "isa", "native")))
 
+    def bind_runner(self, runner: Any) -> None:
+        self._w.check.bind_runner(runner)
+
+    def before_step(
+        self, orders: CheckOrders, clear: Sequence[int], copies: Sequence[Copy]
+    ) -> tuple[list[int], list[Copy]]:
+        return self._w.check.before_step(orders, clear, copies)
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._w.address()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         self._idle = forward_context.attn_metadata is None
         self._w.begin_step(self._orders())
+        self._w.check_step(self._orders(), forward_context)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Pages are complete before a request is scheduled: nothing to wait for."""

@@ -5,7 +5,7 @@ A thread of the engine process, because vLLM publishes its own figures only with
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -13,8 +13,10 @@ import zmq
 
 from kv_transfer.api import desk
 from kv_transfer.api.gauges import EngineGauges
+from kv_transfer.api.integrity import IntegrityCause
 from kv_transfer.api.membership import Membership
 from kv_transfer.connector.metadata import WorkerAddress
+from kv_transfer.integrity.checker import CheckCounts
 from kv_transfer.protocol import messages as m
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WORKER_ANSWER_MS = 1000
+Integrity = Callable[[], tuple[Mapping[IntegrityCause, int], CheckCounts]]
 
 
 class GaugeServer:
@@ -39,6 +42,7 @@ class GaugeServer:
         self._pool: BlockPool | None = None
         self._counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._workers: Sequence[WorkerAddress] = ()
+        self._integrity: Integrity | None = None
         self._dealers: list[zmq.Socket[bytes]] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="phasegate-gauges", daemon=True)
@@ -49,6 +53,10 @@ class GaugeServer:
 
     def bind_counts(self, counts: Callable[[], tuple[int, int]]) -> None:
         self._counts = counts
+
+    def bind_integrity(self, integrity: Integrity) -> None:
+        """`integrity` returns mismatches by cause, and what was checked."""
+        self._integrity = integrity
 
     def bind_workers(self, workers: Sequence[WorkerAddress]) -> None:
         self._workers = workers
@@ -81,6 +89,7 @@ class GaugeServer:
     def _snapshot(self) -> EngineGauges:
         running, waiting = self._counts()
         counts = self._ask_workers()
+        mismatches, checks = self._integrity() if self._integrity else ({}, CheckCounts())
         pool, workers = self._pool, self._workers
         return EngineGauges(
             free_pages=pool.get_num_free_blocks() if pool is not None else 0,
@@ -95,6 +104,11 @@ class GaugeServer:
             block_size=workers[0].block_size if workers else 0,
             malformed_messages=sum(count.malformed for count in counts),
             strangers_refused=sum(count.strangers for count in counts),
+            mismatches={cause.value: mismatches[cause] for cause in list(mismatches)},
+            steps_checked=checks.steps,
+            steps_unchecked=checks.unchecked,
+            pages_checked=checks.pages,
+            check_seconds=checks.seconds,
         )
 
     def _ask_workers(self) -> list[m.Count]:

@@ -13,6 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kv_transfer.api.handoff import HandoffReport, Ticket
+from kv_transfer.api.integrity import IntegrityCause, PageFault
+from kv_transfer.integrity.checker import CheckCounts
+from kv_transfer.integrity.delta import LedgerDelta
+from kv_transfer.integrity.prestep import Rights
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,8 @@ class ReceiveOrder:
     ticket: Ticket
     first_page: int
     page_ids: tuple[int, ...]
+    tags: tuple[int, ...] = ()
+    """Of the pages, when they were allocated; none without a ledger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,7 @@ class SendProgress:
     page_ids: tuple[int, ...]
     computed_tokens: int
     prompt_tokens: int
+    request_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,21 @@ class Held:
 
 
 @dataclass
+class CheckOrders:
+    """What this step's tables must say."""
+
+    delta: LedgerDelta
+    plan: dict[str, tuple[int, int]]
+    """By request: tokens computed before, tokens scheduled."""
+    rights: Rights
+    emptied: bool = False
+    """Every request of the step was taken out of it."""
+
+
+@dataclass
 class StepOrders(KVConnectorMetadata):
+    check: CheckOrders | None = None
+    """None without a ledger."""
     # decode side
     receives: list[ReceiveOrder] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
@@ -68,6 +89,11 @@ class StepOrders(KVConnectorMetadata):
 class WorkerNews(KVConnectorWorkerMetadata):
     reports: dict[str, HandoffReport] = field(default_factory=dict)
     """By decode request id, for transfers that ended in this step."""
+    faults: dict[str, PageFault] = field(default_factory=dict)
+    """Requests that must end: their pages are not what they were given."""
+    refused: list[IntegrityCause] = field(default_factory=list)
+    """Clearing and copying of pages that was ordered and not done."""
+    counts: CheckCounts = field(default_factory=CheckCounts)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerNews":
         """Over tensor-parallel ranks: bytes add up, the slowest and the worst decide."""
@@ -87,7 +113,12 @@ class WorkerNews(KVConnectorWorkerMetadata):
                 started_at=ours.started_at,
                 cause=worst.cause,
             )
-        return WorkerNews(merged)
+        return WorkerNews(
+            merged,
+            {**other.faults, **self.faults},
+            self.refused + other.refused,
+            max(self.counts, other.counts, key=lambda counts: (counts.unchecked, counts.seconds)),
+        )
 
 
 @dataclass

@@ -10,6 +10,7 @@ from vllm.v1.request import RequestStatus
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
 from kv_transfer.connector.config import ConnectorConfig
 from kv_transfer.connector.gauges import GaugeServer
+from kv_transfer.connector.guard import Guard
 from kv_transfer.connector.metadata import (
     Held,
     ReceiveOrder,
@@ -21,7 +22,7 @@ from kv_transfer.connector.metadata import (
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
@@ -53,11 +54,18 @@ class SchedulerSide:
         self._sending: dict[str, _Sending] = {}
         self._orders = StepOrders()
         self._gauges = GaugeServer(config.gauges_endpoint, config.membership())
+        self._integrity = config.integrity
+        self.guard = Guard()
+        self._gauges.bind_integrity(lambda: (self.guard.mismatches(), self.guard.counts))
 
     # -- set-up
 
     def bind_pool(self, pool: "BlockPool") -> None:
         self._gauges.bind_pool(pool)
+
+    def bind_manager(self, manager: "KVCacheManager") -> None:
+        if self._integrity:
+            self.guard.watch(manager)
 
     def bind_counts(self, counts: Callable[[], tuple[int, int]]) -> None:
         """`counts` returns (running, waiting) of the scheduler."""
@@ -108,7 +116,9 @@ class SchedulerSide:
         first_page = (wanted - external_tokens) // self._block_size
         end_page = -(-wanted // self._block_size)
         page_ids = blocks.get_block_ids()[0][first_page:end_page]
-        order = ReceiveOrder(request.request_id, receiving.ticket, first_page, tuple(page_ids))
+        order = ReceiveOrder(
+            request.request_id, receiving.ticket, first_page, tuple(page_ids), self.guard.tags(page_ids)
+        )
         self._orders.receives.append(order)
 
     def finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
@@ -170,6 +180,7 @@ class SchedulerSide:
                     tuple(page_ids[0]),
                     computed + output.num_scheduled_tokens[request_id],
                     sending.prompt_tokens,
+                    request_id,
                 )
             )
 

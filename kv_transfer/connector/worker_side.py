@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,8 +23,12 @@ from kv_transfer.connector.courier import Courier
 from kv_transfer.connector.layout import read_layout
 from kv_transfer.connector.metadata import SendProgress, StepOrders, WorkerAddress, WorkerNews
 from kv_transfer.connector.receiver import Outcome
+from kv_transfer.connector.step_check import StepCheck
 from kv_transfer.testing.faults import Faults
 from kv_transfer.transport.lane import Fence
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
 
 log = logging.getLogger(__name__)
 
@@ -57,9 +62,17 @@ class Finished:
 
 class WorkerSide:
     def __init__(
-        self, config: ConnectorConfig, rank: int, *, now: Callable[[], float] = time.monotonic
+        self,
+        config: ConnectorConfig,
+        rank: int,
+        check: StepCheck,
+        *,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._rank, self._now = config, rank, now
+        self.check = check
+        self._flagged: set[str] = set()
+        """In the step that is being computed: what it writes is not shipped."""
         self._faults = Faults(config.faults)
         self._tables: dict[str, _Table] = {}
         self._live: set[str] = set()
@@ -117,10 +130,15 @@ class WorkerSide:
         for ticket in orders.declines:
             courier.later(partial(courier.receiver.decline, ticket))
 
+    def check_step(self, orders: StepOrders, context: "ForwardContext") -> None:
+        """Before the forward: rows that are not as ordered write nothing, and their requests end."""
+        self._flagged = self.check.before_forward(orders.check, context)
+
     def after_forward(self, orders: StepOrders) -> None:
         """Note how far pages are written, and ship those that are complete and asked for."""
         for progress in orders.progress:
-            self._note(progress)
+            if progress.request_id not in self._flagged:
+                self._note(progress)
         courier = self._running()
         for transfer_id, want in courier.sender.wanted().items():
             table = self._tables.get(transfer_id)
@@ -141,11 +159,10 @@ class WorkerSide:
             self._forget(transfer_id)
         return finished
 
-    def take_news(self) -> WorkerNews | None:
-        if not self._reports:
-            return None
+    def take_news(self) -> WorkerNews:
         reports, self._reports = self._reports, {}
-        return WorkerNews(reports)
+        faults, refused = self.check.take()
+        return WorkerNews(reports, faults, refused, self.check.counts)
 
     def _running(self) -> Courier:
         courier = self._courier
@@ -194,7 +211,10 @@ class WorkerSide:
         transfer_id = order.ticket.transfer_id
         mine = self._open_receives.get(order.request_id) == transfer_id
         cause = outcome.cause
-        if outcome.groups and mine:
+        lost = self.check.lost(order.page_ids, order.tags) if outcome.groups and mine else None
+        if lost is not None:
+            self.check.fault(order.request_id, lost)
+        elif outcome.groups and mine:
             for group in outcome.groups:
                 pages = order.page_ids[group.offset : group.offset + group.pages]
                 self._codec.decode(group.data, self._caches, pages)

@@ -60,12 +60,16 @@ class Checker:
         self.counts.seconds += self._now() - began
 
     def check(
-        self, groups: Sequence[Tables], request_ids: Sequence[str], plan: Mapping[str, tuple[int, int]]
+        self,
+        groups: Sequence[tuple[int, Tables]],
+        request_ids: Sequence[str],
+        plan: Mapping[str, tuple[int, int]],
     ) -> dict[str, PageFault]:
         """Check one step and contain what is wrong with it: masked in place, in all groups.
 
         Args:
-            groups: each cache group's tables, as arrays that share the kernels' memory.
+            groups: (cache group, its tables), as arrays that share the kernels' memory; a group may have
+                several.
             request_ids: of the tables' rows; padding rows have none.
             plan: (tokens computed before, tokens scheduled), as the scheduler ordered.
 
@@ -82,17 +86,17 @@ class Checker:
             self._revoke_writes(batch, fresh)
             fresh = self._judge(groups, batch, judgement)
         if judgement.faults:
-            for tables in groups:
+            for _, tables in groups:
                 contain(tables, batch, judgement.flagged)
         self.counts.steps += 1
         self.counts.pages += self._pages_read(batch)
         self.counts.seconds += self._now() - began
         return judgement.faults
 
-    def _judge(self, groups: Sequence[Tables], batch: Batch, judgement: _Judgement) -> Bools:
+    def _judge(self, groups: Sequence[tuple[int, Tables]], batch: Batch, judgement: _Judgement) -> Bools:
         """Flag what is wrong now; returns the rows that were not flagged before."""
         before = judgement.flagged.copy()
-        for group, tables in enumerate(groups):
+        for group, tables in groups:
             findings = check_numpy(tables, batch, self.shadow.rows[group], self.shadow.shapes[group])
             wrong = (findings[:, 0] != Finding.NOTHING) & ~judgement.flagged
             for row in np.flatnonzero(wrong).tolist():

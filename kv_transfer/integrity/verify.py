@@ -77,84 +77,77 @@ def batch_of(slots: list[int], computed: list[int], scheduled: list[int]) -> Bat
 def check_numpy(tables: Tables, batch: Batch, rows: GroupRows, shape: GroupShape) -> Int32s:
     """Findings, of arrays."""
     count = len(batch.slots)
-    size = shape.block_size
     findings = np.zeros((count, 3), np.int32)
     if count == 0:
         return findings
-    length = batch.computed + np.diff(batch.starts)
+    size = shape.block_size
+    scheduled = batch.starts[1:] - batch.starts[:-1]
+    length = batch.computed + scheduled
     end = -(-length // size)
-    width = int(end.max())
-    pages = _expected_pages(rows, batch.slots, width)
-    first, found = _first_wrong_read(tables.block_table[:count, :width], pages, batch, end, shape)
-    wrong_length = (
-        (tables.seq_lens[:count] != length)
-        | (tables.query_start_loc[:count] != batch.starts[:-1])
-        | (tables.query_start_loc[1 : count + 1] != batch.starts[1:])
-    )
-    position, written = _first_wrong_write(tables.slot_mapping, batch, pages, rows.own, size)
-    for code, wrong, where, page in (
-        (Finding.WRITE, position != _FAR, position, written),
-        (Finding.READ, first != _FAR, first, found),
-        (Finding.LENGTH, wrong_length, tables.seq_lens[:count], np.full(count, -1, np.int32)),
-    ):
-        if wrong.any():
-            findings[wrong] = np.stack([np.full(count, code), where, page], axis=1)[wrong]
+    pages = _expected_pages(rows, batch.slots, int(end.max()))
+    table = _wide(tables.block_table[:count], pages.shape[1])
+    reads = _wrong_reads(table, pages, batch, end, shape)
+    row, position = _positions(batch, scheduled)
+    slots = _first(tables.slot_mapping, batch.tokens)
+    writes = _wrong_writes(slots, row, position, pages, rows.own, batch.slots, size)
+    lengths = (tables.seq_lens[:count] != length) | (tables.query_start_loc[:count] != batch.starts[:-1])
+    lengths |= tables.query_start_loc[1 : count + 1] != batch.starts[1:]
+    # What matters most last: it stands over the others.
+    for token in np.flatnonzero(writes)[::-1] if writes.any() else ():
+        written = min(slots[token] // size, _FAR) if slots[token] >= 0 else -1
+        findings[row[token]] = (Finding.WRITE, position[token], written)
+    if reads.any():
+        for i in np.flatnonzero(reads.any(axis=1)):
+            first = reads[i].argmax()
+            findings[i] = (Finding.READ, first, table[i, first])
+    for i in np.flatnonzero(lengths) if lengths.any() else ():
+        findings[i] = (Finding.LENGTH, tables.seq_lens[i], -1)
     return findings
 
 
 def _expected_pages(rows: GroupRows, slots: Int64s, width: int) -> Int32s:
     """[rows, width]; nothing for a request that has no row, or not so many pages."""
-    known = rows.pages[slots, :width]
-    if known.shape[1] < width:
-        known = np.pad(known, ((0, 0), (0, width - known.shape[1])), constant_values=STALE)
-    if (slots < 0).any():
+    known = _wide(rows.pages[slots, :width], width)
+    if slots.min() < 0:
         known[slots < 0] = STALE
     return known
 
 
-def _first_wrong_read(
-    table: Int32s, pages: Int32s, batch: Batch, end: Int32s, shape: GroupShape
-) -> tuple[Int32s, Int32s]:
-    """By row: logical index of the first wrong page (`_FAR`: none), and the page that was found there."""
-    count, width = pages.shape
-    if table.shape[1] < width:
-        table = np.pad(table, ((0, 0), (0, width - table.shape[1])), constant_values=-1)
-    wrong = table != pages
+def _wide(rows: Int32s, width: int) -> Int32s:
+    """Cut, or filled with -1."""
+    missing = width - rows.shape[1]
+    return rows[:, :width] if missing <= 0 else np.pad(rows, ((0, 0), (0, missing)), constant_values=-1)
+
+
+def _wrong_reads(table: Int32s, pages: Int32s, batch: Batch, end: Int32s, shape: GroupShape) -> Bools:
+    """[rows, width]"""
+    wrong: Bools = table != pages
     wrong |= pages < 0
-    first = np.full(count, _FAR, np.int32)
-    found = np.full(count, -1, np.int32)
-    index = np.arange(width)
+    index = np.arange(pages.shape[1], dtype=np.int32)
     wrong &= index < end[:, None]
     if shape.window is not None:
         begin = np.maximum(0, batch.computed - shape.window + 1) // shape.block_size
         wrong &= index >= begin[:, None]
-    flagged = wrong.any(axis=1)
-    if flagged.any():
-        first[flagged] = wrong[flagged].argmax(axis=1)
-        found[flagged] = table[flagged, first[flagged]]
-    return first, found
+    return wrong
 
 
-def _first_wrong_write(
-    slot_mapping: Int64s, batch: Batch, pages: Int32s, own: Bools, size: int
-) -> tuple[Int32s, Int32s]:
-    """By row: position of the first token that is written wrongly (`_FAR`: none), and the page it went to."""
-    count, tokens = len(batch.slots), batch.tokens
-    scheduled = np.diff(batch.starts)
-    row = np.repeat(np.arange(count), scheduled)
-    position = np.arange(tokens) - np.repeat(batch.starts[:-1] - batch.computed, scheduled)
+def _positions(batch: Batch, scheduled: Int32s) -> tuple[Int64s, Int64s]:
+    """Of each token: its row, and its place in the row's text."""
+    if batch.tokens == len(batch.slots) and scheduled.max() == 1:  # decode only
+        return np.arange(batch.tokens), batch.computed.astype(np.int64)
+    row = np.repeat(np.arange(len(batch.slots)), scheduled)
+    return row, np.arange(batch.tokens) - (batch.starts[:-1] - batch.computed)[row]
+
+
+def _wrong_writes(  # noqa: PLR0917
+    slots: Int64s, row: Int64s, position: Int64s, pages: Int32s, own: Bools, of_row: Int64s, size: int
+) -> Bools:
+    """[tokens]"""
     index = position // size
-    page = pages[row, index]
-    slot = _first(slot_mapping, tokens)
     # A page that nothing may be written to is found as a wrong read already.
-    wrong = slot != page.astype(np.int64) * size + position % size
-    wrong |= ~own[batch.slots[row], np.minimum(index, own.shape[1] - 1)]
-    first = np.full(count, _FAR, np.int32)
-    written = np.full(count, -1, np.int32)
-    for token in np.flatnonzero(wrong)[::-1]:
-        first[row[token]] = position[token]
-        written[row[token]] = min(slot[token] // size, _FAR) if slot[token] >= 0 else -1
-    return first, written
+    wrong: Bools = slots != pages[row, index].astype(np.int64) * size + position % size
+    wrong |= ~own[of_row[row], np.minimum(index, own.shape[1] - 1)]
+    return wrong
 
 
 def _first(slot_mapping: Int64s, tokens: int) -> Int64s:

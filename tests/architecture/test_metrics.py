@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.errors import ApiError
 from gateway.metrics import Alone, GatewayMetrics, LostReplica, Outcome, Stage
-from kv_transfer.api import HandoffOutcome, TransferCause
+from kv_transfer.api import HandoffOutcome, IntegrityCause, TransferCause
 from tests.support.engines import some_gauges
 from workers.api import FaultKind, Phase
 from workers.metrics import ReplicaMetrics
@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[2] / "docs/metrics.md"
 
 VALUES = {
     "outcome": {*Outcome, *HandoffOutcome},
-    "cause": {*TransferCause, ""},
+    "cause": {*TransferCause, *IntegrityCause, ""},
     "code": {error.code for error in ApiError.__subclasses__()},
     "stage": set(Stage),
     "kind": {"prompt", "cached", "output"},

@@ -239,7 +239,7 @@ class Life:
             del self.keeper.plan[request_id]
             step.total_num_scheduled_tokens -= step.num_scheduled_tokens.pop(request_id)
         if self.keeper.plan:
-            tables = self.keeper.kernel_tables()
+            tables = list(enumerate(self.keeper.kernel_tables()))
             self._flag(self.checker.check(tables, list(self.keeper.plan), self.keeper.plan))
         tokens = {}
         for request_id, (computed, count) in self.keeper.plan.items():

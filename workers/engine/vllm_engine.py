@@ -10,7 +10,15 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
-from kv_transfer.api import EngineGauges, HandoffOutcome, HandoffReport, Membership, StartReport, Ticket
+from kv_transfer.api import (
+    EngineGauges,
+    HandoffOutcome,
+    HandoffReport,
+    Membership,
+    PageFault,
+    StartReport,
+    Ticket,
+)
 from workers.api import DecodeRequest, FaultKind, FinishReason, Phase, PrefillRequest, Sampling
 from workers.engine.base import Delta, Ending, EngineFault, Prefilled
 from workers.engine.gauges import GaugeClient
@@ -65,6 +73,7 @@ class VllmEngine:
             "backend": _BACKEND[device],
             "gauges_endpoint": endpoint,
             "membership_file": str(keys),
+            "integrity": profile.integrity,
             "faults": dict(faults),
             "log_file": log_file,
         }
@@ -202,6 +211,8 @@ def _sampling(sampling: Sampling, stop_token_ids: tuple[int, ...], ticket: Ticke
 
 def _raise_if_failed(output: Any) -> None:
     reason = output.outputs[0].finish_reason
+    if (fault := PageFault.from_params(output.kv_transfer_params)) is not None:
+        raise EngineFault(FaultKind.INTERNAL, str(fault.error()))
     if reason is not None and reason not in _FINISH:
         raise EngineFault(FaultKind.INTERNAL, f"the engine ended the request: {reason}")
 

@@ -116,6 +116,8 @@ class ModelProfile:
     """Where the weights come from, for the record."""
     block_size: Annotated[int, Strict(), Ge(16), MultipleOf(16)] = 32
     """Token slots in a cache page, on both sides."""
+    integrity: Annotated[bool, Strict()] = True
+    """Whether pages of the cache have tags, checked before each step: a wrong page ends its request."""
     tool_parser: None = None
     reasoning_parser: None = None
     prefill: PhaseProfile = PhaseProfile()

@@ -47,6 +47,7 @@ def engine_args(
         "kv_events_config": None,  # events carry token ids and salts
         "disable_log_stats": True,
         "worker_extension_cls": "workers.engine.tether.Tether",
+        **_worker(device),
         "kv_transfer_config": {
             "kv_connector": "PhasegateConnector",
             "kv_connector_module_path": "kv_transfer.connector.facade",
@@ -59,6 +60,10 @@ def engine_args(
         **_batching(profile, phase, device),
         **_memory(part.cache_gib, device),
     }
+
+
+def _worker(device: Device) -> dict[str, Any]:
+    return {"worker_cls": "kv_transfer.connector.worker.PhasegateCPUWorker"} if device == "cpu" else {}
 
 
 def _scheduling(device: Device) -> dict[str, Any]:

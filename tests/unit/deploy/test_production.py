@@ -83,6 +83,15 @@ def test_a_scripted_engine_is_refused_in_production_only() -> None:
     assert list(profile_refusals(config(), None)) == []
 
 
+def test_unchecked_pages_are_refused_in_production_only() -> None:
+    (refused,) = profile_refusals(config(profile="own"), {"integrity": False})
+
+    assert refused.key == "profile"
+    assert "integrity: off" in refused.text
+    assert list(profile_refusals(config("dev"), {"integrity": False})) == []
+    assert list(profile_refusals(config(), {"integrity": True})) == []
+
+
 def test_weak_secrets_of_the_state_folder_are_refused_in_production_only() -> None:
     secrets = {"redis_password": "changeme" * 4, "pepper": STRONG}
 

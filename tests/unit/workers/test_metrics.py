@@ -100,6 +100,21 @@ async def test_items_that_the_bus_dropped_are_counted_once_however_often_one_loo
     await replica.stop()
 
 
+def test_what_the_engine_counts_of_its_pages_is_told_by_cause() -> None:
+    metrics = ReplicaMetrics()
+    for count in (1, 3):
+        gauges = replace(
+            some_gauges(), mismatches={"freed": count}, steps_checked=7, steps_unchecked=2, pages_checked=40
+        )
+        page = metrics.page(gauges, bus_queue=0, bus_dropped=0).decode()
+
+    assert 'phasegate_integrity_mismatches_total{cause="freed"} 3.0' in page
+    assert 'phasegate_integrity_mismatches_total{cause="shifted"} 0.0' in page
+    assert "phasegate_integrity_steps_checked_total 7.0" in page
+    assert "phasegate_integrity_steps_unchecked_total 2.0" in page
+    assert "phasegate_integrity_pages_checked_total 40.0" in page
+
+
 def test_what_the_engine_counts_on_its_control_channel_is_told_as_counters() -> None:
     metrics = ReplicaMetrics()
     for count in (2, 2, 5):

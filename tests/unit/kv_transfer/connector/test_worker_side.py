@@ -4,23 +4,32 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 import zmq
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kv_transfer.api import desk
 from kv_transfer.api.errors import TransferCause
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
+from kv_transfer.api.integrity import IntegrityCause, PageFault
 from kv_transfer.connector.config import ConnectorConfig
 from kv_transfer.connector.gauges import GaugeServer
-from kv_transfer.connector.metadata import Held, ReceiveOrder, SendProgress, StepOrders
+from kv_transfer.connector.metadata import CheckOrders, Held, ReceiveOrder, SendProgress, StepOrders
+from kv_transfer.connector.step_check import StepCheck
 from kv_transfer.connector.worker_side import CourierDied, WorkerSide
+from kv_transfer.integrity.delta import LedgerDelta
+from kv_transfer.integrity.prestep import Rights
 from tests.support.members import MEMBERSHIP, membership_file
+from tests.support.real_scheduler import cache_config
 
 BLOCK = 4
 PROMPT = 10
+NO_CACHE = KVCacheConfig(num_blocks=0, kv_cache_tensors=[], kv_cache_groups=[])
+ONE_GROUP = cache_config(20)
 """Two whole pages and a half."""
 
 
@@ -34,6 +43,7 @@ class Worker:
     received: list[str] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
     reports: dict[str, HandoffReport] = field(default_factory=dict)
+    faults: dict[str, PageFault] = field(default_factory=dict)
 
     def step(self, orders: StepOrders | None = None) -> None:
         orders = orders or StepOrders()
@@ -43,8 +53,9 @@ class Worker:
         self.sent |= finished.sending
         self.received += sorted(finished.receiving)
         self.failed |= finished.failed
-        if (news := self.side.take_news()) is not None:
-            self.reports |= news.reports
+        news = self.side.take_news()
+        self.reports |= news.reports
+        self.faults |= news.faults
 
     def write(self, page: int, value: float) -> None:
         for layer, cache in enumerate(self.caches.values()):
@@ -62,7 +73,7 @@ def worker(name: str, folder: Path, *, rank: int = 0) -> Worker:
             "link_timeout_s": 5.0,
         }
     )
-    side = WorkerSide(config, rank)
+    side = WorkerSide(config, rank, StepCheck(NO_CACHE, checked=False))
     caches = {f"layer{i}": torch.zeros(16, 1, BLOCK, 8) for i in range(2)}
     side.register(caches, "test")
     return Worker(side, caches)
@@ -286,6 +297,49 @@ def test_a_superseded_receive_writes_nothing(pair: tuple[Worker, Worker]) -> Non
     assert decode.received == ["same"]
     assert decode.caches["layer0"][1].abs().sum() == 0
     assert torch.equal(decode.caches["layer0"][2], prefill.caches["layer0"][2])
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["as ordered", "changed hands"])
+def test_pages_are_written_only_while_they_have_the_tags_of_the_order(
+    pair: tuple[Worker, Worker], changed: bool
+) -> None:
+    """Pages 7, 8 and 9 are ordered; page 8 is another request's by the time that bytes come."""
+    prefill, decode = pair
+    decode.side.check = StepCheck(ONE_GROUP, checked=True)
+    tags = {7: 70, 8: 80, 9: 90}
+    decode.side.check.before_step(CheckOrders(LedgerDelta(tags=dict(tags)), {}, Rights()), [], [])
+    prefill.step(announced("t"))
+    order = replace(asked("t", prefill, tuple(tags)).receives[0], tags=tuple(tags.values()))
+    decode.step(StepOrders(receives=[order]))
+    if changed:
+        decode.side.check.before_step(CheckOrders(LedgerDelta(tags={8: 81}), {}, Rights()), [], [])
+    for page in (3, 4, 5):
+        prefill.write(page, float(page))
+    prefill.step(computed("t", (3, 4, 5), PROMPT))
+
+    until((prefill, decode), lambda: decode.received == ["d-t"])
+
+    written = [bool(decode.caches["layer0"][page].any()) for page in tags]
+    assert written == [not changed] * 3
+    stale = {"d-t": PageFault(IntegrityCause.STALE_TRANSFER, 8, 80, 81)}
+    assert decode.faults == (stale if changed else {})
+
+
+def test_what_a_flagged_request_computed_is_not_shipped(pair: tuple[Worker, Worker]) -> None:
+    prefill, decode = pair
+    prefill.step(announced("t"))
+    decode.step(asked("t", prefill, (7, 8, 9)))
+    orders = StepOrders(progress=[SendProgress("t", (3, 4, 5), PROMPT, PROMPT, "r")])
+    prefill.side.check.fault("r", PageFault(IntegrityCause.SHIFTED, 3, 1, 2))
+    prefill.side.check_step(orders, SimpleNamespace(attn_metadata={"layer0": None}, slot_mapping={}))
+    prefill.side.after_forward(orders)
+    some_steps(prefill, decode)
+    assert decode.received == []
+
+    prefill.side.check.take()
+    prefill.side.check_step(orders, SimpleNamespace(attn_metadata={"layer0": None}, slot_mapping={}))
+    prefill.side.after_forward(orders)
+    until((prefill, decode), lambda: decode.received == ["d-t"])
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -48,7 +48,7 @@ class Bench:
         return Tables(table, lengths, starts, np.array([*slots, 76, 77], np.int64))
 
     def check(self) -> dict[str, PageFault]:
-        return self.checker.check([self.tables], list(self.plan), self.plan)
+        return self.checker.check([(0, self.tables)], list(self.plan), self.plan)
 
     def untouched(self, *names: str) -> None:
         """These rows are as they were."""
@@ -128,7 +128,7 @@ def test_a_wrong_length_ends_its_request(bench: Bench) -> None:
 
 
 def test_a_request_that_was_never_told_of_is_flagged(bench: Bench) -> None:
-    faults = bench.checker.check([bench.tables], ["a", "b", "stranger"], bench.plan)
+    faults = bench.checker.check([(0, bench.tables)], ["a", "b", "stranger"], bench.plan)
 
     assert list(faults) == ["stranger"]
 
@@ -181,7 +181,7 @@ def test_every_group_is_checked_and_contained_together() -> None:
         Tables(np.array([[9, 4]], np.int32), np.array([8], np.int32), start, np.array([3 * SIZE + 3])),
     ]
 
-    faults = checker.check(groups, ["a"], {"a": (7, 1)})
+    faults = checker.check(list(enumerate(groups)), ["a"], {"a": (7, 1)})
 
     assert faults == {"a": PageFault(IntegrityCause.REALLOCATED, 4, 103, 104)}
     assert [g.slot_mapping.tolist() for g in groups] == [[-1], [-1]]

@@ -1,9 +1,13 @@
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.api import HandoffOutcome, HandoffReport
-from workers.engine.vllm_engine import local_hit
+from kv_transfer.api import HandoffOutcome, HandoffReport, IntegrityCause, PageFault
+from workers.api import FaultKind
+from workers.engine.base import EngineFault
+from workers.engine.vllm_engine import _raise_if_failed, local_hit
 
 BLOCK = 16
 
@@ -24,3 +28,15 @@ def test_pages_that_came_are_not_own_hits(last_page_used: int, own: int, came: i
     report = HandoffReport(outcome=HandoffOutcome.SHIPPED, pages=came)
 
     assert local_hit(cached, report, BLOCK) == own * BLOCK
+
+
+def test_a_request_that_ended_for_a_wrong_page_says_which_and_why() -> None:
+    fault = PageFault(IntegrityCause.FREED, 7, 0x10, 0x20)
+    ended = SimpleNamespace(
+        outputs=[SimpleNamespace(finish_reason="error")], kv_transfer_params=fault.to_params()
+    )
+
+    with pytest.raises(EngineFault, match="freed: page 7 has tag 0x20, expected 0x10") as raised:
+        _raise_if_failed(ended)
+
+    assert raised.value.kind is FaultKind.INTERNAL

@@ -95,3 +95,15 @@ def test_vllm_knows_every_option(device: Device, tmp_path: Path) -> None:
     assert set(args) <= {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     assert set(args["kv_transfer_config"]) <= {field.name for field in dataclasses.fields(KVTransferConfig)}
     assert async_engine_args(args).kv_transfer_config.kv_connector == "PhasegateConnector"
+
+
+@pytest.mark.parametrize(("device", "ours"), [("cpu", True), ("cuda", False)])
+def test_on_a_cpu_the_worker_is_the_one_that_checks_pages(device: Device, ours: bool) -> None:
+    args = arguments(Phase.DECODE, device)
+
+    assert ("PhasegateCPUWorker" in args.get("worker_cls", "")) == ours
+
+
+def test_pages_are_checked_unless_the_profile_says_otherwise() -> None:
+    assert a_profile().integrity
+    assert not a_profile(integrity=False).integrity

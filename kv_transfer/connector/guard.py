@@ -1,0 +1,148 @@
+"""The ledger's part in a step: what is flagged is taken out before it is sent, and ended when it is done."""
+
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from kv_transfer.api.integrity import IntegrityCause, PageFault
+from kv_transfer.connector.metadata import CheckOrders, StepOrders, WorkerNews
+from kv_transfer.integrity.checker import CheckCounts
+from kv_transfer.integrity.hooks import reconcile, watch
+from kv_transfer.integrity.ledger import GenerationLedger
+from kv_transfer.integrity.prestep import rights_of
+from kv_transfer.integrity.tags import NO_TAG
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+
+class Guard:
+    """Beside the scheduler, in its thread; counters are read by others."""
+
+    def __init__(self) -> None:
+        self.ledger: GenerationLedger | None = None
+        self.counts = CheckCounts()
+        self._manager: KVCacheManager | None = None
+        self._ending: dict[str, PageFault] = {}
+        """Flagged requests that the scheduler still knows."""
+        self._found: Counter[IntegrityCause] = Counter()
+        """By the worker."""
+
+    def watch(self, manager: "KVCacheManager") -> None:
+        """Keep a ledger of this manager's pages. Raises UnwatchablePool."""
+        self.ledger = watch(manager)
+        self._manager = manager
+
+    def mismatches(self) -> Counter[IntegrityCause]:
+        """Since the engine's start."""
+        own = self.ledger.counts if self.ledger is not None else Counter()
+        return own + self._found
+
+    def tags(self, page_ids: list[int]) -> tuple[int, ...]:
+        """Of these pages now; none without a ledger."""
+        return () if self.ledger is None else tuple(self.ledger.tag(page) for page in page_ids)
+
+    def before_step(self, scheduler: "Scheduler", output: "SchedulerOutput") -> CheckOrders | None:
+        """Check the ledger; take flagged requests out of the step. None without a ledger."""
+        ledger = self.ledger
+        if ledger is None:
+            return None
+        reconcile(ledger, scheduler)
+        for request_id, fault in ledger.take_flagged().items():
+            self._flag(scheduler, request_id, fault)
+        self._ending = {r: fault for r, fault in self._ending.items() if r in scheduler.requests}
+        had_some = bool(output.num_scheduled_tokens)
+        copies = [tuple(pair) for pair in output.kv_cache_block_copies or ()]
+        rights = rights_of(ledger, output.new_block_ids_to_zero or (), copies)
+        _expel(scheduler, output, self._ending.keys())
+        plan = _plan(output)
+        return CheckOrders(ledger.take_delta(), plan, rights, emptied=had_some and not plan)
+
+    def after_step(self, scheduler: "Scheduler", news: object) -> None:
+        """Take in what the worker found."""
+        if not isinstance(news, WorkerNews):
+            return
+        self.counts = news.counts
+        self._found.update(news.refused)
+        for request_id, found in news.faults.items():
+            # One that was flagged is flagged again in the step that was under way by then.
+            if request_id not in self._ending and _alive(scheduler, request_id):
+                fault = self._refined(found)
+                self._found[fault.cause] += 1
+                self._flag(scheduler, request_id, fault)
+
+    def ending(self, scheduler: "Scheduler") -> dict[str, PageFault]:
+        """Requests that are to end with this step, and why."""
+        return {r: f for r, f in self._ending.items() if _alive(scheduler, r)}
+
+    def _refined(self, fault: PageFault) -> PageFault:
+        """A worker knows tags and no owners: a page that nobody has was freed, not given to another."""
+        assert self.ledger is not None
+        if fault.cause is IntegrityCause.REALLOCATED and not self.ledger.owners(fault.page):
+            return PageFault(IntegrityCause.FREED, fault.page, fault.expected, fault.found)
+        return fault
+
+    def _flag(self, scheduler: "Scheduler", request_id: str, fault: PageFault) -> None:
+        assert self._manager is not None
+        if request_id in self._ending or not _alive(scheduler, request_id):
+            return
+        self._ending[request_id] = fault
+        self._manager.condemned.add(request_id)
+        log.error(
+            "page integrity: the request ends",
+            extra={
+                "request_id": request_id,
+                "cause": fault.cause,
+                "page": fault.page,
+                "expected": f"{fault.expected:#x}" if fault.expected != NO_TAG else "none",
+                "found": f"{fault.found:#x}" if fault.found != NO_TAG else "none",
+            },
+        )
+
+
+def _alive(scheduler: "Scheduler", request_id: str) -> bool:
+    request = scheduler.requests.get(request_id)
+    return request is not None and not request.is_finished()
+
+
+def _plan(output: "SchedulerOutput") -> dict[str, tuple[int, int]]:
+    cached = output.scheduled_cached_reqs
+    computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    return {r: (computed[r], count) for r, count in output.num_scheduled_tokens.items()}
+
+
+_BY_REQUEST = ("req_ids", "new_token_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens")
+"""Lists of vLLM's `CachedRequestData` with one entry a request."""
+
+
+def _expel(scheduler: "Scheduler", output: "SchedulerOutput", flagged: Any) -> None:
+    """Take requests out of a step that was scheduled and not sent."""
+    out = flagged & output.num_scheduled_tokens.keys()
+    if not out:
+        return
+    for request_id in out:
+        output.total_num_scheduled_tokens -= output.num_scheduled_tokens.pop(request_id)
+        output.scheduled_spec_decode_tokens.pop(request_id, None)
+        output.scheduled_encoder_inputs.pop(request_id, None)
+        scheduler.prev_step_scheduled_req_ids.discard(request_id)
+    output.scheduled_new_reqs = [new for new in output.scheduled_new_reqs if new.req_id not in out]
+    cached = output.scheduled_cached_reqs
+    keep = [i for i, request_id in enumerate(cached.req_ids) if request_id not in out]
+    for name in _BY_REQUEST:
+        values = getattr(cached, name)
+        if values:
+            setattr(cached, name, [values[i] for i in keep])
+    cached.resumed_req_ids -= out
+    for request_id in out:
+        cached.all_token_ids.pop(request_id, None)
+
+
+def orders_of(output: "SchedulerOutput") -> CheckOrders | None:
+    """The check's part in what was sent with a step."""
+    metadata = output.kv_connector_metadata
+    return metadata.check if isinstance(metadata, StepOrders) else None
