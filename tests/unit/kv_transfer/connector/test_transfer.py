@@ -232,9 +232,11 @@ def test_a_silent_sender_fails_the_receive_at_its_deadline_and_its_link_after_th
 
     world.pass_time(5)
     assert [o.cause for o in world.outcomes()] == [TransferCause.DEADLINE]
-    assert not world.quiet()
+    world.pass_time(9)
+    assert not world.quiet(), "the wire may still write into staging"
+    assert not world.links["link0"].broken
 
-    world.pass_time(10)
+    world.pass_time(1)
     assert world.quiet()
     assert world.links["link0"].broken
 
@@ -637,6 +639,16 @@ def test_a_lost_decode_worker_frees_the_pages_that_were_held_for_it_and_no_other
     assert world.sender.take_closed() == ["a"]
     assert world.sender.in_flight() == 1
     assert world.sender.routes() == set()
+
+
+def test_an_offer_of_a_decode_worker_that_is_lost_waits_for_no_announcement(world: World) -> None:
+    world.ask("parked", pages=1)
+    world.settle()
+    assert world.sender.in_flight() == 1
+
+    world.sender.peer_lost(b"decode-route")
+
+    assert world.sender.in_flight() == 0
 
 
 # -- released by the gateway
