@@ -234,14 +234,18 @@ def _parse(form: type[Body], body: dict[str, Any]) -> Body:
 
 
 def _without_nulls(body: dict[str, Any]) -> dict[str, Any]:
-    """Clients send `null` for what they leave open, at the top and in messages."""
-    kept = {key: value for key, value in body.items() if value is not None}
+    """Clients send `null` for what they leave open: at the top, in options, in messages and their parts."""
+    kept = {key: _filled(value) for key, value in body.items() if value is not None}
     if isinstance(messages := kept.get("messages"), list):
-        kept["messages"] = [
-            {k: v for k, v in message.items() if v is not None} if isinstance(message, dict) else message
-            for message in messages
-        ]
+        kept["messages"] = [_filled(message) for message in messages]
+        for message in kept["messages"]:
+            if isinstance(message, dict) and isinstance(parts := message.get("content"), list):
+                message["content"] = [_filled(part) for part in parts]
     return kept
+
+
+def _filled(value: Any) -> Any:
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
 
 _TAGS: Final = frozenset({"<string>", "<parts>", "<list>"})

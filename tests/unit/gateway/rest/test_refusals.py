@@ -107,6 +107,8 @@ async def test_bad_field_is_refused_by_name(
         {"chat_template_kwargs": {"thinking": True}, "reasoning_effort": "low"},
         {"options": {"rejectIfBusy": True}, "prompt_cache_key": "s", "top_k": -1, "temperature": 0},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}], "name": None}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": None}]}]},
+        {"stream_options": {"include_usage": None}, "options": {"other": None}},
         {"stop": "x", "seed": 2**63 - 1, "stream_options": {"include_obfuscation": True}},
     ],
 )
