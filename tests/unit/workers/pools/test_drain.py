@@ -29,6 +29,27 @@ async def test_who_is_inside_when_the_grace_ends_ends_with_a_fault_and_is_aborte
     assert (await replica.status()).inside == 0
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize("end", ["answered", "cancelled"])
+async def test_who_has_left_is_not_remembered(phase: str, end: str) -> None:
+    bench = Bench(ScriptedEngine(hang_after=1))
+    if phase == "decode":
+        replica = await bench.decode_replica()
+        call = asyncio.create_task(replica.decode(a_decode()))
+    else:
+        prefill = await bench.prefill_replica()
+        replica, call = prefill, asyncio.create_task(prefill.prefill(a_prefill()))  # type: ignore[assignment]
+    await bench.engine.reached.wait()
+    if end == "answered":
+        bench.engine.go_on.set()
+    else:
+        call.cancel()
+    await asyncio.wait([call])
+
+    assert (await replica.status()).inside == 0
+    assert replica._places.end(FaultKind.DRAINING, "", lambda _: True) == 0
+
+
 async def test_who_is_inside_finishes_within_the_grace_and_nobody_new_enters() -> None:
     bench = Bench(ScriptedEngine(hang_after=1))
     replica = await bench.decode_replica()
