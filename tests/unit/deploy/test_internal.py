@@ -20,7 +20,7 @@ PAGES = [
     ProcessPage(process="gateway", replica="g", text="# TYPE phasegate_x counter\nphasegate_x_total 3\n"),
     ProcessPage(process="decode", replica="d", text=None),
 ]
-GUARDED = ("/metrics", "/debug/requests/known", "/debug/traces/mine", "/nowhere", "/")
+GUARDED = ("/metrics", "/debug/requests/known", "/debug/traces/mine", "/nowhere", "/", "/healthz/x")
 
 
 class Watched(Fleet):
