@@ -122,12 +122,19 @@ class Trace:
         points = [(m, r) for m, r in zip(self.minutes, self.rss_mib, strict=True) if m >= after_min]
         return statistics.linear_regression(*zip(*points, strict=True)).slope
 
+    def by_minute(self) -> list[float]:
+        """The first sample of each minute, the warm-up's too."""
+        whole = range(int(self.minutes[-1]) + 1)
+        starts = [next((p for p, m in enumerate(self.minutes) if m >= minute), None) for minute in whole]
+        return [round(self.rss_mib[place], 1) for place in starts if place is not None]
+
     def summary(self, after_min: float) -> dict[str, Any]:
         first = next(place for place, minute in enumerate(self.minutes) if minute >= after_min)
         return {
             "role": self.role,
             "rss_mib": [round(self.rss_mib[first], 1), round(self.rss_mib[-1], 1)],
             "slope_mib_per_min": round(self.slope_mib_per_min(after_min), 3),
+            "rss_mib_by_minute": self.by_minute(),
             "descriptors": [self.descriptors[first], self.descriptors[-1]],
             "threads": [self.threads[first], self.threads[-1]],
         }
@@ -184,7 +191,7 @@ def role_of(process: psutil.Process) -> str:
     line = " ".join(words)
     if words and words[0].startswith("ray::"):
         return words[0].removeprefix("ray::").split(".")[0]
-    if "spawn_main" in line:
+    if "spawn_main" in line or line.startswith("VLLM::"):
         parent = process.parent()
         return f"engine of {role_of(parent)}" if parent is not None else "engine"
     if "-m" in words:
