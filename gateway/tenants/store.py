@@ -29,6 +29,8 @@ TIMEOUT_S: Final = 2.0
 """Of one exchange with Redis. A store that is slower than this is not usable for a look-up per request."""
 CONNECTIONS: Final = 32
 """To Redis, at most. A look-up holds one for less than a millisecond."""
+TURN_S: Final = 10.0
+"""Longest that a look-up waits for one of them: every exchange before it ends in time."""
 
 
 def wall_clock() -> float:
@@ -59,7 +61,7 @@ class TenantStore:
             url,
             # The usual pool fails whoever finds it empty: a burst of requests waits its turn here.
             max_connections=CONNECTIONS,
-            timeout=TIMEOUT_S,
+            timeout=TURN_S,
             socket_timeout=TIMEOUT_S,
             socket_connect_timeout=TIMEOUT_S,
             retry=Retry(NoBackoff(), 1),  # one reconnect: a server that was restarted left dead sockets
