@@ -6,7 +6,7 @@ in a real model: what is said about answers here is seen and not assumed.
 """
 
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -81,6 +81,8 @@ class ToyEngine:
         self.answers: dict[str, Answer] = {}
         self.mischief: Mischief | None = None
         self.steps = 0
+        self.computed: Counter[str] = Counter()
+        """Steps in which each request reached the model."""
         self.batch = SimpleNamespace(
             req_ids=[],
             num_reqs=0,
@@ -130,6 +132,7 @@ class ToyEngine:
 
         self.keeper.take(step)
         plan = self.keeper.plan
+        self.computed.update(plan.keys())
         (tables,) = self.keeper.kernel_tables()
         self.batch.req_ids, self.batch.num_reqs = list(plan), len(plan)
         if self.mischief is not None:

@@ -265,6 +265,7 @@ def test_a_page_given_to_two_requests_in_one_step_ends_both_before_it_is_sent(
     got = life(engine, double=True)
 
     assert got == {"a": [], "b": [], "c": right["c"]}
+    assert engine.computed.keys() == {"c"}
     assert engine.guard.mismatches() == {Cause.DOUBLE_ASSIGNED: 2}
     assert [engine.answers[name].reason for name in "abc"] == ["error", "error", "length"]
     engine.balanced()
@@ -273,6 +274,24 @@ def test_a_page_given_to_two_requests_in_one_step_ends_both_before_it_is_sent(
     except AssertionError:  # vLLM's own: the engine dies
         landed = True
     assert landed, "without a ledger"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ahead", [False, True], ids=["one step", "two steps in flight"])
+def test_a_step_of_which_nothing_is_left_gives_its_pages_back(engine_of: Engines, ahead: bool) -> None:
+    engine = engine_of(ahead=ahead)
+    engine.add("a", PROMPTS["a"], salt="a")
+    for _ in range(4):
+        engine.step()
+    block = engine.pool.blocks[engine.keeper.tables["a"][0][1]]
+    engine.pool.free_blocks([block])
+    engine.run()
+    engine.add("later", PROMPTS["b"], salt="b")
+    engine.run()
+
+    assert engine.guard.mismatches() == {Cause.FREED: 1}
+    assert engine.answers["later"].reason == "length"
+    engine.balanced()
 
 
 @pytest.mark.timeout(60)
