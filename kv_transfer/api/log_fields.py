@@ -6,16 +6,19 @@ call, and the request that the emitting task works for.
 
 import logging
 import os
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, TracebackType
 from typing import Final
 
 FORMAT: Final = "%(asctime)s %(levelname)s %(process)d %(name)s %(message)s"
+
+ExceptionInfo = tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None]
 
 MAX_BYTES: Final = 16 * 1024**2
 """Of one log file."""
@@ -62,6 +65,19 @@ class FieldFormatter(logging.Formatter):
             if name not in own and text not in line:
                 line += f" {name}={_quoted(text)}"
         return line
+
+    def formatException(self, ei: ExceptionInfo) -> str:  # noqa: N802 - logging calls it so
+        """Of a request's exception where and what it was: its own text may hold the request's."""
+        if not _request.get() or ei[1] is None:
+            return super().formatException(ei)
+        error: BaseException | None = ei[1]
+        told: set[int] = set()
+        lines: list[str] = []
+        while error is not None and id(error) not in told:
+            told.add(id(error))
+            lines = [*traceback.format_tb(error.__traceback__), type(error).__qualname__, "\n", *lines]
+            error = error.__cause__ or error.__context__
+        return "".join(lines).rstrip()
 
 
 class PrivateLog(RotatingFileHandler):

@@ -1,6 +1,7 @@
 import asyncio
 import logging
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,35 @@ def test_an_id_that_the_line_has_already_is_not_said_twice() -> None:
     with request_fields("r17", "t1"):
         assert line("fault request_id=%s", "r17").endswith("fault request_id=r17 trace_id=t1")
         assert line("fault", request_id="other").endswith("fault request_id=other trace_id=t1")
+
+
+def crash_line() -> str:
+    """What is logged of an error that was raised while another one, with a prompt in it, was handled."""
+    try:
+        try:
+            raise ValueError("no template for: my secret prompt")
+        except ValueError as first:
+            raise RuntimeError("my secret prompt") from first
+    except RuntimeError:
+        record = logging.getLogger("gateway.x").makeRecord(
+            "gateway.x", logging.ERROR, "f.py", 1, "request.crashed", (), sys.exc_info()
+        )
+        return FieldFormatter().format(record)
+
+
+def test_a_requests_exception_is_logged_with_its_place_and_kind_and_without_its_text() -> None:
+    with request_fields("r1"):
+        told = crash_line()
+
+    assert "my secret prompt" not in told.replace(
+        'raise ValueError("no template for: my secret prompt")', ""
+    ).replace('raise RuntimeError("my secret prompt")', "")
+    assert told.index("ValueError") < told.rindex("RuntimeError")
+    assert "in crash_line" in told
+
+
+def test_what_no_request_is_to_blame_for_keeps_its_text() -> None:
+    assert "RuntimeError: my secret prompt" in crash_line()
 
 
 async def test_two_requests_at_once_keep_their_own_ids() -> None:
