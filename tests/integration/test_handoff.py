@@ -270,3 +270,15 @@ async def test_token_ids_outside_the_vocabulary_are_refused_and_the_engine_lives
     tokens, _ = await pair.answer(texts[PAGE][1], salt=fresh())
 
     assert tokens == answers[PAGE]
+
+
+async def test_every_step_of_both_engines_was_checked_and_no_page_was_wrong(
+    pair: Pair, texts: Texts, answers: Answers
+) -> None:
+    length = 2 * PAGE + 1
+    tokens, _ = await pair.answer(texts[length][1], salt=fresh())
+    gauges = [await engine.gauges() for engine in (pair.prefill, pair.decode)]
+
+    assert tokens == answers[length]
+    assert all(g.steps_checked > 0 and g.pages_checked > 0 for g in gauges)
+    assert [(g.steps_unchecked, g.mismatches) for g in gauges] == [(0, {})] * 2
