@@ -16,7 +16,7 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).parents[2]
-START_TIMEOUT_S = 280
+START_TIMEOUT_S = 400
 
 
 def free_port() -> int:
@@ -135,8 +135,9 @@ def running_stack(folder: Path, *, profile: str, config: dict[str, Any]) -> Iter
     port = free_port()
     usual = {"mode": "dev", "profile": profile, "port": port, "internal_port": free_port()}
     file.write_text(yaml.safe_dump({**usual, **config}))
-    started = cli("up", "--config", str(file), "--state", str(state), "--detach", timeout_s=START_TIMEOUT_S)
+    words = ("up", "--config", str(file), "--state", str(state), "--detach")
     try:
+        started = cli(*words, timeout_s=START_TIMEOUT_S)
         assert started.returncode == 0, f"{started.stdout}\n{started.stderr}"
         local = json.loads((state / "local.json").read_text())
         yield Stack(state, local["base_url"], local["account_id"], local["api_key"], local["models"][0])
