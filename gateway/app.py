@@ -14,7 +14,7 @@ from gateway.middleware.body_deadline import BodyDeadline
 from gateway.middleware.body_limit import BodyLimit
 from gateway.middleware.request_id import RequestId
 from gateway.middleware.tracing import Trace
-from gateway.rest import catalogue, health, openai, workers_ai
+from gateway.rest import catalogue, health, integrity, openai, workers_ai
 from gateway.rest.problem import problem
 from gateway.services import Services
 
@@ -25,6 +25,7 @@ def create_app(services: Services) -> Starlette:
     app = Starlette(
         routes=[
             Route(f"{ACCOUNT}/run/{{model:path}}", workers_ai.run, methods=["POST"]),
+            Route(f"{ACCOUNT}/integrity", integrity.coverage, methods=["GET"]),
             *(
                 route
                 for prefix in (f"{ACCOUNT}/v1", "/v1")

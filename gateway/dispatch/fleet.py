@@ -78,6 +78,10 @@ class Fleet:
             if member.info.phase is phase and not (member.silent or member.suspected or member.leaving)
         )
 
+    def engines(self) -> tuple[tuple[ReplicaInfo, Gauges | None], ...]:
+        """Attached replicas that are heard, each with what it said last; None: nothing yet."""
+        return tuple((member.info, member.gauges) for member in self._members.values() if not member.silent)
+
     def info(self, replica_id: str) -> ReplicaInfo:
         return self._members[replica_id].info
 

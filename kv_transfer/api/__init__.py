@@ -4,12 +4,23 @@ from kv_transfer.api.errors import TransferCause, TransferError
 from kv_transfer.api.faults import FaultConfig
 from kv_transfer.api.gauges import EngineGauges
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, StartReport, Ticket
-from kv_transfer.api.integrity import Coverage, IntegrityCause, PageFault, PageIntegrityError
+from kv_transfer.api.integrity import (
+    LEDGER_CHECKS,
+    NOTHING_CHECKED,
+    TABLE_CHECKS,
+    Coverage,
+    IntegrityCause,
+    PageFault,
+    PageIntegrityError,
+)
 from kv_transfer.api.log_fields import FieldFormatter, PrivateLog, request_fields
 from kv_transfer.api.membership import Gate, Membership
 from kv_transfer.api.page import Layout, WireFormat
 
 __all__ = [
+    "LEDGER_CHECKS",
+    "NOTHING_CHECKED",
+    "TABLE_CHECKS",
     "Coverage",
     "EngineGauges",
     "FaultConfig",

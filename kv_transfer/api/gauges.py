@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from kv_transfer.api.integrity import NOTHING_CHECKED, Coverage
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineGauges:
@@ -27,3 +29,4 @@ class EngineGauges:
     """Steps that computed something with their tables unchecked."""
     pages_checked: int = 0
     check_seconds: float = 0.0
+    coverage: Coverage = NOTHING_CHECKED

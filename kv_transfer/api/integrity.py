@@ -73,4 +73,12 @@ class Coverage:
 
     ledger: Literal["generation", "null"]
     checked: tuple[str, ...]
+    """Of `LEDGER_CHECKS` and `TABLE_CHECKS`."""
     unchecked: tuple[str, ...]
+
+
+LEDGER_CHECKS: Final = ("page owners", "references", "prefix hits")
+"""Beside the scheduler, on every device."""
+TABLE_CHECKS: Final = ("block tables", "writes", "zeroing", "copies", "received pages")
+"""Beside the model, where its tables can be read before the forward."""
+NOTHING_CHECKED: Final = Coverage(ledger="null", checked=(), unchecked=LEDGER_CHECKS + TABLE_CHECKS)

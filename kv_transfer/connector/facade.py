@@ -60,8 +60,7 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(config, vllm_config.cache_config.block_size)
         else:
-            checked = config.integrity and config.backend == "gloo"
-            check = StepCheck(kv_cache_config, checked=checked)
+            check = StepCheck(kv_cache_config, checked=config.checks_tables)
             self._worker = WorkerSide(config, vllm_config.parallel_config.rank, check)
         if config.integrity:
             require_tested()

@@ -13,7 +13,7 @@ import zmq
 
 from kv_transfer.api import desk
 from kv_transfer.api.gauges import EngineGauges
-from kv_transfer.api.integrity import IntegrityCause
+from kv_transfer.api.integrity import NOTHING_CHECKED, Coverage, IntegrityCause
 from kv_transfer.api.membership import Membership
 from kv_transfer.connector.metadata import WorkerAddress
 from kv_transfer.integrity.checker import CheckCounts
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WORKER_ANSWER_MS = 1000
-Integrity = Callable[[], tuple[Mapping[IntegrityCause, int], CheckCounts]]
+Integrity = Callable[[], tuple[Mapping[IntegrityCause, int], CheckCounts, Coverage]]
 
 
 class GaugeServer:
@@ -55,7 +55,7 @@ class GaugeServer:
         self._counts = counts
 
     def bind_integrity(self, integrity: Integrity) -> None:
-        """`integrity` returns mismatches by cause, and what was checked."""
+        """`integrity` returns mismatches by cause, what was checked, and what is."""
         self._integrity = integrity
 
     def bind_workers(self, workers: Sequence[WorkerAddress]) -> None:
@@ -89,7 +89,9 @@ class GaugeServer:
     def _snapshot(self) -> EngineGauges:
         running, waiting = self._counts()
         counts = self._ask_workers()
-        mismatches, checks = self._integrity() if self._integrity else ({}, CheckCounts())
+        mismatches, checks, coverage = (
+            self._integrity() if self._integrity else ({}, CheckCounts(), NOTHING_CHECKED)
+        )
         pool, workers = self._pool, self._workers
         return EngineGauges(
             free_pages=pool.get_num_free_blocks() if pool is not None else 0,
@@ -109,6 +111,7 @@ class GaugeServer:
             steps_unchecked=checks.unchecked,
             pages_checked=checks.pages,
             check_seconds=checks.seconds,
+            coverage=coverage,
         )
 
     def _ask_workers(self) -> list[m.Count]:

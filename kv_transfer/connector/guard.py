@@ -2,9 +2,17 @@
 
 import logging
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.api.integrity import IntegrityCause, PageFault
+from kv_transfer.api.integrity import (
+    LEDGER_CHECKS,
+    NOTHING_CHECKED,
+    TABLE_CHECKS,
+    Coverage,
+    IntegrityCause,
+    PageFault,
+)
 from kv_transfer.connector.metadata import CheckOrders, StepOrders, WorkerNews
 from kv_transfer.integrity.checker import CheckCounts
 from kv_transfer.integrity.hooks import reconcile, watch
@@ -41,6 +49,16 @@ class Guard:
         """Since the engine's start."""
         own = self.ledger.counts if self.ledger is not None else Counter()
         return own + self._found
+
+    def coverage(self, *, tables: bool) -> Coverage:
+        """
+        Args:
+            tables: whether the worker checks each step's tables.
+        """
+        if self.ledger is None:
+            return NOTHING_CHECKED
+        full = self.ledger.coverage()
+        return full if tables else replace(full, checked=LEDGER_CHECKS, unchecked=TABLE_CHECKS)
 
     def tags(self, page_ids: list[int]) -> tuple[int, ...]:
         """Of these pages now; none without a ledger."""

@@ -56,7 +56,10 @@ class SchedulerSide:
         self._gauges = GaugeServer(config.gauges_endpoint, config.membership())
         self._integrity = config.integrity
         self.guard = Guard()
-        self._gauges.bind_integrity(lambda: (self.guard.mismatches(), self.guard.counts))
+        tables = config.checks_tables
+        self._gauges.bind_integrity(
+            lambda: (self.guard.mismatches(), self.guard.counts, self.guard.coverage(tables=tables))
+        )
 
     # -- set-up
 

@@ -4,10 +4,17 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
-from kv_transfer.api.integrity import Coverage, IntegrityCause, PageFault
+from kv_transfer.api.integrity import (
+    LEDGER_CHECKS,
+    NOTHING_CHECKED,
+    TABLE_CHECKS,
+    Coverage,
+    IntegrityCause,
+    PageFault,
+)
 from kv_transfer.integrity.delta import LedgerDelta
 
-CHECKS: Final = ("page owners", "references", "prefix hits", "block tables", "writes", "zeroing", "copies")
+CHECKS: Final = LEDGER_CHECKS + TABLE_CHECKS
 """What is checked with a ledger."""
 
 
@@ -53,4 +60,4 @@ class NullLedger:
         return None
 
     def coverage(self) -> Coverage:
-        return Coverage(ledger="null", checked=(), unchecked=CHECKS)
+        return NOTHING_CHECKED

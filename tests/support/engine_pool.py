@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import zmq
 import zmq.asyncio
 
-from kv_transfer.api import HandoffOutcome, HandoffReport
+from kv_transfer.api import NOTHING_CHECKED, Coverage, HandoffOutcome, HandoffReport
 from tests.support.members import MEMBERSHIP
 from tests.support.renderer import END, tokens_of
 from workers.api import (
@@ -18,6 +18,7 @@ from workers.api import (
     FinishReason,
     Frame,
     Gauges,
+    IntegrityCounts,
     Item,
     Phase,
     PrefillRequest,
@@ -70,6 +71,9 @@ class FakePool:
     def __init__(self, script: Script | None = None) -> None:
         self.script = script or Script()
         self.present = {Phase.PREFILL: ("p1",), Phase.DECODE: ("d1",)}
+        self.started = {"p1": 1000, "d1": 2000}
+        self.devices: dict[str, str] = {}
+        self.coverage: dict[str, Coverage] = {}
         self.prefills: list[PrefillRequest] = []
         self.decodes: list[DecodeRequest] = []
         self.cancelled: Counter[str] = Counter()
@@ -105,6 +109,9 @@ class FakePool:
             block_size=16,
             page_bytes=1,
             total_pages=100,
+            device=self.devices.get(replica_id, "cpu"),
+            started_at=self.started.get(replica_id, 1000),
+            coverage=self.coverage.get(replica_id, NOTHING_CHECKED),
         )
 
     async def status(self, phase: Phase, replica_id: str) -> ReplicaStatus | WorkerFault:
@@ -143,8 +150,10 @@ class FakePool:
             await asyncio.Event().wait()
         return None
 
-    async def heartbeat(self, replica_id: str, free_pages: int = 100) -> None:
-        gauges = Gauges(free_pages=free_pages, running=0, waiting=0)
+    async def heartbeat(
+        self, replica_id: str, free_pages: int = 100, *, integrity: IntegrityCounts | None = None
+    ) -> None:
+        gauges = Gauges(free_pages=free_pages, running=0, waiting=0, integrity=integrity or IntegrityCounts())
         frame = Frame(version=BUS_VERSION, engine_id=f"engine-{replica_id}", items=(), gauges=gauges)
         for socket in self._sockets.values():
             await socket.send(encode(frame))

@@ -137,6 +137,7 @@ class Bench:
             registry=self.registry,
             open_sink=self.board.open,
             now=self.clock.now,
+            wall_ns=lambda: 1_700_000_000_999_999_999,
             sleep=self.clock.sleep,
             telemetry=self.telemetry,
         )

@@ -1,6 +1,6 @@
 """What other packages may import from workers. Standard library and msgspec only."""
 
-from workers.api.bus import BUS_VERSION, Frame, Gauges, Item
+from workers.api.bus import BUS_VERSION, Frame, Gauges, IntegrityCounts, Item
 from workers.api.faults import FaultKind, WorkerFault
 from workers.api.requests import DecodeRequest, PrefillRequest, Sampling
 from workers.api.stats import (
@@ -21,6 +21,7 @@ __all__ = [
     "FinishReason",
     "Frame",
     "Gauges",
+    "IntegrityCounts",
     "Item",
     "Phase",
     "PrefillRequest",

@@ -26,10 +26,22 @@ class Item(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """How the prompt's pages came; on the first item, where the engine tells it."""
 
 
+class IntegrityCounts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """What an engine has checked since its start: numbers only, of all its requests together."""
+
+    steps_checked: int = 0
+    steps_unchecked: int = 0
+    """Steps that computed something with their tables unchecked."""
+    pages_checked: int = 0
+    mismatches: dict[str, int] = {}
+    """By cause: see `kv_transfer.api.IntegrityCause`."""
+
+
 class Gauges(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     free_pages: int
     running: int
     waiting: int
+    integrity: IntegrityCounts = IntegrityCounts()
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, kw_only=True):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kv_transfer.api import HandoffReport
+from kv_transfer.api import Coverage, HandoffReport
 
 
 class Phase(StrEnum):
@@ -51,6 +51,12 @@ class ReplicaInfo:
     block_size: int
     page_bytes: int
     total_pages: int
+    device: str
+    """`cpu` or `cuda`."""
+    started_at: int
+    """When the engine was ready: Unix seconds."""
+    coverage: Coverage
+    """What of its pages is checked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from kv_transfer.api import EngineGauges, Membership
 from kv_transfer.testing.holds import Holds, NoHolds, holds_in
-from workers.api import FaultKind, Gauges, Phase, ReplicaInfo, ReplicaStatus, WorkerFault
+from workers.api import FaultKind, Gauges, IntegrityCounts, Phase, ReplicaInfo, ReplicaStatus, WorkerFault
 from workers.bus.publisher import Publisher
 from workers.bus.sink import OpenSink, ZmqSink
 from workers.engine.base import Engine, EngineFault
@@ -52,6 +52,7 @@ class Parts:
     registry: PeerRegistry
     open_sink: OpenSink
     now: Callable[[], float] = time.monotonic
+    wall_ns: Callable[[], int] = time.time_ns
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     holds: Holds = field(default_factory=NoHolds)
     """Barriers on purpose, for tests."""
@@ -108,6 +109,8 @@ class Replica:
     def __init__(self, config: ReplicaConfig, parts: Parts) -> None:
         profile = config.model_profile()
         self._part = profile.phase(self.phase)
+        self._device = config.device
+        self._started_at = 0
         self._parts = parts
         self._engine = parts.engine
         self._intake = Intake(self._part.max_sequences * QUEUE_FACTOR)
@@ -132,6 +135,7 @@ class Replica:
             await self._engine.close()
             raise
         self._intake.move(Stage.READY)
+        self._started_at = self._parts.wall_ns() // 10**9
         self._beating = asyncio.create_task(self._beat(gauges))
         log.info("%s replica %s ready, engine %s", self.phase, self._parts.replica_id, self._parts.engine_id)
 
@@ -180,6 +184,9 @@ class Replica:
             block_size=gauges.block_size,
             page_bytes=gauges.page_bytes,
             total_pages=gauges.total_pages,
+            device=self._device,
+            started_at=self._started_at,
+            coverage=gauges.coverage,
         )
 
     async def status(self, *, to: str | None = None) -> ReplicaStatus:
@@ -263,9 +270,7 @@ class Replica:
                 log.exception("engine %s: no gauges", self._parts.engine_id)
             try:
                 if self._parts.now() - heard < SILENCE_S and not self._engine.dead:
-                    self._bus.heartbeat(
-                        Gauges(free_pages=gauges.free_pages, running=gauges.running, waiting=gauges.waiting)
-                    )
+                    self._bus.heartbeat(_told(gauges))
                 self._end_orphans()
             except Exception:
                 log.exception("engine %s: heartbeat failed", self._parts.engine_id)
@@ -281,3 +286,18 @@ class Replica:
             log.warning(
                 "engine %s: ended %d requests of gateways that are gone", self._parts.engine_id, ended
             )
+
+
+def _told(gauges: EngineGauges) -> Gauges:
+    """What a heartbeat says of the engine."""
+    return Gauges(
+        free_pages=gauges.free_pages,
+        running=gauges.running,
+        waiting=gauges.waiting,
+        integrity=IntegrityCounts(
+            steps_checked=gauges.steps_checked,
+            steps_unchecked=gauges.steps_unchecked,
+            pages_checked=gauges.pages_checked,
+            mismatches=gauges.mismatches,
+        ),
+    )

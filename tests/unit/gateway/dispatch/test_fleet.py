@@ -48,9 +48,11 @@ async def test_silent_replica_loses_its_requests_and_is_not_chosen_until_it_spea
     assert lost == ["r1"]
     assert watched.fleet.candidates(Phase.DECODE) == ()
     assert len(watched.fleet.candidates(Phase.PREFILL)) == 1
+    assert [info.replica_id for info, _ in watched.fleet.engines()] == ["p1"]
 
     watched.hear("d1")
     assert len(watched.fleet.candidates(Phase.DECODE)) == 1
+    assert {info.replica_id for info, _ in watched.fleet.engines()} == {"p1", "d1"}
 
 
 async def test_a_replica_on_its_way_out_gets_nothing_new_and_finishes_what_it_has(watched: Watched) -> None:

@@ -8,15 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from kv_transfer.api import desk
+from kv_transfer.api import LEDGER_CHECKS, NOTHING_CHECKED, TABLE_CHECKS, Coverage, desk
 from kv_transfer.api.gauges import EngineGauges
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
 from kv_transfer.connector.config import ConnectorConfig
 from kv_transfer.connector.metadata import WorkerNews
 from kv_transfer.connector.scheduler_side import SchedulerSide
 from tests.support.members import MEMBERSHIP, membership_file
+from tests.support.real_scheduler import cache_config, engine_config, scheduler_of
 
 BLOCK = 4
 DONE, ABORTED = RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_ABORTED
@@ -29,18 +31,20 @@ def endpoint(tmp_path: Path) -> str:
 
 @pytest.fixture
 def side(endpoint: str, tmp_path: Path) -> Iterator[SchedulerSide]:
-    config = ConnectorConfig.parse(
-        {
-            "engine_id": "e",
-            "bind_host": "127.0.0.1",
-            "backend": "gloo",
-            "gauges_endpoint": endpoint,
-            "membership_file": membership_file(tmp_path),
-        }
-    )
-    side = SchedulerSide(config, BLOCK)
+    side = SchedulerSide(config_of(endpoint, tmp_path), BLOCK)
     yield side
     side.close()
+
+
+def config_of(endpoint: str, folder: Path, **changes: Any) -> ConnectorConfig:
+    usual = {
+        "engine_id": "e",
+        "bind_host": "127.0.0.1",
+        "backend": "gloo",
+        "gauges_endpoint": endpoint,
+        "membership_file": membership_file(folder),
+    }
+    return ConnectorConfig.parse(usual | changes)
 
 
 def request(role: Role, tokens: int, *, name: str = "r") -> Any:
@@ -183,11 +187,41 @@ def test_a_preempted_prefill_request_is_suspended(side: SchedulerSide) -> None:
 def test_gauges_are_answered_while_the_engine_does_nothing(side: SchedulerSide, endpoint: str) -> None:
     side.bind_pool(SimpleNamespace(get_num_free_blocks=lambda: 7, num_gpu_blocks=10))
     side.bind_counts(lambda: (2, 3))
+    gauges = asked(endpoint)
+
+    assert (gauges.free_pages, gauges.total_pages, gauges.running, gauges.waiting) == (7, 9, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "watches", "coverage"),
+    [
+        ({}, True, Coverage(ledger="generation", checked=LEDGER_CHECKS + TABLE_CHECKS, unchecked=())),
+        (
+            {"backend": "nccl"},
+            True,
+            Coverage(ledger="generation", checked=LEDGER_CHECKS, unchecked=TABLE_CHECKS),
+        ),
+        ({"integrity": False}, False, NOTHING_CHECKED),
+    ],
+)
+def test_gauges_tell_what_of_the_pages_is_checked(
+    change: dict[str, Any], watches: bool, coverage: Coverage, endpoint: str, tmp_path: Path
+) -> None:
+    scheduler = scheduler_of(Scheduler, engine_config(tmp_path), cache_config(9, (None,)))
+    side = SchedulerSide(config_of(endpoint, tmp_path, **change), BLOCK)
+    try:
+        assert asked(endpoint).coverage == NOTHING_CHECKED, "nobody watches the pages yet"
+        side.bind_manager(scheduler.kv_cache_manager)
+        assert (side.guard.ledger is not None) == watches
+        assert asked(endpoint).coverage == coverage
+    finally:
+        side.close()
+
+
+def asked(endpoint: str) -> EngineGauges:
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         MEMBERSHIP.client(socket)
         socket.connect(endpoint)
         socket.send(desk.encode(desk.AskGauges()))
         assert socket.poll(5000)
-        gauges = msgspec.msgpack.decode(socket.recv(), type=EngineGauges)
-
-    assert (gauges.free_pages, gauges.total_pages, gauges.running, gauges.waiting) == (7, 9, 2, 3)
+        return msgspec.msgpack.decode(socket.recv(), type=EngineGauges)

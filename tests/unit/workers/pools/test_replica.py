@@ -1,10 +1,12 @@
 import os
+from dataclasses import replace
 
 import pytest
 
-from tests.support.engines import ScriptedEngine
+from kv_transfer.api import Coverage
+from tests.support.engines import ScriptedEngine, some_gauges
 from tests.support.replicas import Bench, MemoryRegistry, a_decode, settle
-from workers.api import FaultKind, Gauges, Phase, WorkerFault
+from workers.api import FaultKind, Gauges, IntegrityCounts, Phase, WorkerFault
 from workers.engine.base import EngineFault
 from workers.pools.decode import DecodeReplica
 
@@ -97,6 +99,30 @@ async def test_every_attached_gateway_gets_heartbeats_with_gauges() -> None:
         assert [frame.items for frame in frames] == [(), ()]
         assert frames[0].gauges == Gauges(free_pages=60, running=0, waiting=0)
         assert frames[0].engine_id == "p9"
+
+
+async def test_gateways_are_told_what_is_checked_and_what_was_found() -> None:
+    coverage = Coverage(ledger="generation", checked=("a",), unchecked=("b",))
+    bench = Bench()
+    bench.engine.told = replace(
+        some_gauges(),
+        coverage=coverage,
+        steps_checked=1,
+        steps_unchecked=2,
+        pages_checked=3,
+        mismatches={"freed": 4},
+    )
+    replica = await bench.decode_replica()
+
+    info = await replica.attach("g1", "tcp://g1")
+    await bench.clock.tick(0.5)
+
+    assert (info.device, info.started_at, info.coverage) == ("cpu", 1_700_000_000, coverage)
+    (frame,) = bench.board["tcp://g1"].frames
+    assert frame.gauges is not None
+    assert frame.gauges.integrity == IntegrityCounts(
+        steps_checked=1, steps_unchecked=2, pages_checked=3, mismatches={"freed": 4}
+    )
 
 
 async def test_heartbeats_outlast_a_slow_answer_but_not_a_silent_engine() -> None:
