@@ -45,6 +45,9 @@ def parser() -> argparse.ArgumentParser:
 
     status = _verb(verbs, "status", "show replicas and gateways", commands.status)
     status.add_argument("--json", action="store_true", help="as JSON")
+    status.add_argument(
+        "--integrity", action="store_true", help="what each replica checks of its pages, and what it found"
+    )
     _state(status)
 
     trace = _verb(verbs, "trace", "show where one request spent its time", commands.trace)

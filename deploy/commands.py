@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy import config as configuration
-from deploy import config_file, control, detach, model_store, preflight, profiles
+from deploy import config_file, control, detach, integrity_view, model_store, preflight, profiles
 from deploy.processes import end_marked
 from deploy.signals import StopSwitch
 from deploy.state import StateDir, StateError, clear_runtime, held, open_state, read_private, read_runtime
@@ -169,6 +169,9 @@ def status(options: Namespace) -> int:
     answer = control.ask(running_socket(state), "GET", "/status")
     if options.json:
         say(json.dumps(answer, indent=2))
+        return 0
+    if options.integrity:
+        say(integrity_view.text(answer["replicas"]))
         return 0
     say(
         f"{'REPLICA':<12}{'PHASE':<10}{'FORMAT':<8}{'PID':>8}{'FREE':>14}{'RUN':>6}{'WAIT':>6}{'MOVING':>8}{'BUS':>6}"

@@ -10,6 +10,7 @@ from workers.api.stats import (
     PrefillResult,
     RefetchResult,
     ReplicaInfo,
+    ReplicaIntegrity,
     ReplicaStatus,
 )
 
@@ -28,6 +29,7 @@ __all__ = [
     "PrefillResult",
     "RefetchResult",
     "ReplicaInfo",
+    "ReplicaIntegrity",
     "ReplicaStatus",
     "Sampling",
     "WorkerFault",

@@ -60,6 +60,21 @@ class ReplicaInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaIntegrity:
+    """What a replica checks of its pages, and has found since its start."""
+
+    device: str
+    since: int
+    """When the engine was ready: Unix seconds."""
+    coverage: Coverage
+    steps_checked: int
+    steps_unchecked: int
+    pages_checked: int
+    mismatches: dict[str, int]
+    """By cause."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaStatus:
     """One row of `phasegate status`. Gauges only."""
 
@@ -76,6 +91,7 @@ class ReplicaStatus:
     """Items handed to the bus and not yet accepted by its sockets."""
     inside: int
     """Calls that the replica has taken in and not answered; the engine need not know of all of them."""
+    integrity: ReplicaIntegrity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,16 @@ from typing import Any, Final
 
 from kv_transfer.api import EngineGauges, Membership
 from kv_transfer.testing.holds import Holds, NoHolds, holds_in
-from workers.api import FaultKind, Gauges, IntegrityCounts, Phase, ReplicaInfo, ReplicaStatus, WorkerFault
+from workers.api import (
+    FaultKind,
+    Gauges,
+    IntegrityCounts,
+    Phase,
+    ReplicaInfo,
+    ReplicaIntegrity,
+    ReplicaStatus,
+    WorkerFault,
+)
 from workers.bus.publisher import Publisher
 from workers.bus.sink import OpenSink, ZmqSink
 from workers.engine.base import Engine, EngineFault
@@ -203,6 +212,15 @@ class Replica:
             in_flight_transfers=gauges.in_flight_transfers,
             bus_queue=self._bus.bus_queue,
             inside=self._intake.inside,
+            integrity=ReplicaIntegrity(
+                device=self._device,
+                since=self._started_at,
+                coverage=gauges.coverage,
+                steps_checked=gauges.steps_checked,
+                steps_unchecked=gauges.steps_unchecked,
+                pages_checked=gauges.pages_checked,
+                mismatches=gauges.mismatches,
+            ),
         )
 
     async def metrics(self, *, to: str | None = None) -> bytes:

@@ -1,23 +1,38 @@
+import os
 import stat
 import threading
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
+from deploy import integrity_view
+from deploy.cli import main
 from deploy.control import ControlError, ControlServer, ask, status_json
 from deploy.metrics_page import ProcessPage
-from workers.api import Phase, ReplicaStatus
+from deploy.state import Runtime, StateLock, open_state, write_private
+from kv_transfer.api import NOTHING_CHECKED, Coverage
+from workers.api import Phase, ReplicaIntegrity, ReplicaStatus
+
+CHECKED = Coverage(ledger="generation", checked=("writes", "copies"), unchecked=())
 
 
 def replica(name: str) -> ReplicaStatus:
-    numbers = {
-        field.name: 1 for field in fields(ReplicaStatus) if field.name not in ("id", "phase", "format")
-    }
-    return ReplicaStatus(id=name, phase=Phase.DECODE, format="bf16", **numbers)
+    others = ("id", "phase", "format", "integrity")
+    numbers = {field.name: 1 for field in fields(ReplicaStatus) if field.name not in others}
+    integrity = ReplicaIntegrity(
+        device="cpu",
+        since=1_700_000_000,
+        coverage=NOTHING_CHECKED if name == "b" else CHECKED,
+        steps_checked=7,
+        steps_unchecked=8,
+        pages_checked=9,
+        mismatches={"stale_prefix": 3, "freed": 1} if name == "a" else {},
+    )
+    return ReplicaStatus(id=name, phase=Phase.DECODE, format="bf16", integrity=integrity, **numbers)
 
 
 class Fleet:
@@ -61,9 +76,43 @@ def test_status_lists_gauges_sorted_by_id(socket: str) -> None:
     assert [row["id"] for row in answer["replicas"]] == ["a", "b"]
     assert set(answer["replicas"][0]) == {
         *("id", "phase", "format", "pid", "free_pages", "total_pages", "running", "waiting"),
-        *("in_flight_transfers", "bus_queue", "inside"),
+        *("in_flight_transfers", "bus_queue", "inside", "integrity"),
     }
     assert answer["gateways"] == [{"id": "g", "pid": 3, "in_flight": 0}]
+
+
+def test_status_tells_what_each_replica_checks_and_has_found(socket: str) -> None:
+    head, first, second, *checks = integrity_view.text(ask(socket, "GET", "/status")["replicas"]).splitlines()
+
+    assert [line.split() for line in (first, second)] == [
+        [
+            *("a", "decode", "generation", "bf16", "cpu", "2023-11-14T22:13:20Z"),
+            *("7", "8", "9", "freed", "1,", "stale_prefix", "3"),
+        ],
+        ["b", "decode", "null", "bf16", "cpu", "2023-11-14T22:13:20Z", "7", "8", "9", "none"],
+    ]
+    assert first.index("freed") == head.index("MISMATCHES")
+    assert checks == [
+        "a checks: writes, copies",
+        "b checks: nothing",
+        f"b does not check: {', '.join(NOTHING_CHECKED.unchecked)}",
+    ]
+
+
+def test_the_command_prints_that_table_and_no_other(
+    socket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = open_state(tmp_path / "state")
+    runtime = Runtime(pid=os.getpid(), control_socket=socket, scratch=str(tmp_path))
+    lock = StateLock(state)
+    lock.acquire()
+    try:
+        write_private(state.runtime, asdict(runtime))
+        assert main(["status", "--integrity", "--state", str(state.root)]) == 0
+    finally:
+        lock.release()
+
+    assert capsys.readouterr().out == integrity_view.text(ask(socket, "GET", "/status")["replicas"]) + "\n"
 
 
 def test_before_the_application_is_up_status_is_empty() -> None:

@@ -6,7 +6,7 @@ import pytest
 from kv_transfer.api import Coverage
 from tests.support.engines import ScriptedEngine, some_gauges
 from tests.support.replicas import Bench, MemoryRegistry, a_decode, settle
-from workers.api import FaultKind, Gauges, IntegrityCounts, Phase, WorkerFault
+from workers.api import FaultKind, Gauges, IntegrityCounts, Phase, ReplicaIntegrity, WorkerFault
 from workers.engine.base import EngineFault
 from workers.pools.decode import DecodeReplica
 
@@ -115,8 +115,18 @@ async def test_gateways_are_told_what_is_checked_and_what_was_found() -> None:
     replica = await bench.decode_replica()
 
     info = await replica.attach("g1", "tcp://g1")
+    status = await replica.status()
     await bench.clock.tick(0.5)
 
+    assert status.integrity == ReplicaIntegrity(
+        device="cpu",
+        since=1_700_000_000,
+        coverage=coverage,
+        steps_checked=1,
+        steps_unchecked=2,
+        pages_checked=3,
+        mismatches={"freed": 4},
+    )
     assert (info.device, info.started_at, info.coverage) == ("cpu", 1_700_000_000, coverage)
     (frame,) = bench.board["tcp://g1"].frames
     assert frame.gauges is not None
