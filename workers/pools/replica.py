@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from msgspec import structs
+
 from kv_transfer.api import EngineGauges, Membership
 from kv_transfer.testing.holds import Holds, NoHolds, holds_in
 from workers.api import (
@@ -216,10 +218,7 @@ class Replica:
                 device=self._device,
                 since=self._started_at,
                 coverage=gauges.coverage,
-                steps_checked=gauges.steps_checked,
-                steps_unchecked=gauges.steps_unchecked,
-                pages_checked=gauges.pages_checked,
-                mismatches=gauges.mismatches,
+                **structs.asdict(_checked(gauges)),
             ),
         )
 
@@ -312,10 +311,14 @@ def _told(gauges: EngineGauges) -> Gauges:
         free_pages=gauges.free_pages,
         running=gauges.running,
         waiting=gauges.waiting,
-        integrity=IntegrityCounts(
-            steps_checked=gauges.steps_checked,
-            steps_unchecked=gauges.steps_unchecked,
-            pages_checked=gauges.pages_checked,
-            mismatches=gauges.mismatches,
-        ),
+        integrity=_checked(gauges),
+    )
+
+
+def _checked(gauges: EngineGauges) -> IntegrityCounts:
+    return IntegrityCounts(
+        steps_checked=gauges.steps_checked,
+        steps_unchecked=gauges.steps_unchecked,
+        pages_checked=gauges.pages_checked,
+        mismatches=gauges.mismatches,
     )

@@ -1,24 +1,33 @@
 """A replica that is told to stop: nothing new, a grace for who is inside, then a fault that says so."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from tests.support.engines import ScriptedEngine
 from tests.support.replicas import Bench, a_decode, a_prefill, settle
 from workers.api import DecodeResult, FaultKind, WorkerFault
+from workers.pools.replica import Replica
+
+
+async def with_a_call(bench: Bench, phase: str) -> tuple[Replica, asyncio.Task[Any]]:
+    """A replica of the phase, and a call that its engine has begun and holds."""
+    replica: Replica
+    if phase == "decode":
+        replica = decode = await bench.decode_replica()
+        call: asyncio.Task[Any] = asyncio.create_task(decode.decode(a_decode()))
+    else:
+        replica = prefill = await bench.prefill_replica()
+        call = asyncio.create_task(prefill.prefill(a_prefill()))
+    await bench.engine.reached.wait()
+    return replica, call
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 async def test_who_is_inside_when_the_grace_ends_ends_with_a_fault_and_is_aborted(phase: str) -> None:
     bench = Bench(ScriptedEngine(hang_after=1))
-    if phase == "decode":
-        replica = await bench.decode_replica()
-        call = asyncio.create_task(replica.decode(a_decode()))
-    else:
-        prefill = await bench.prefill_replica()
-        replica, call = prefill, asyncio.create_task(prefill.prefill(a_prefill()))  # type: ignore[assignment]
-    await bench.engine.reached.wait()
+    replica, call = await with_a_call(bench, phase)
 
     await replica.drain(0.01)
 
@@ -33,13 +42,7 @@ async def test_who_is_inside_when_the_grace_ends_ends_with_a_fault_and_is_aborte
 @pytest.mark.parametrize("end", ["answered", "cancelled"])
 async def test_who_has_left_is_not_remembered(phase: str, end: str) -> None:
     bench = Bench(ScriptedEngine(hang_after=1))
-    if phase == "decode":
-        replica = await bench.decode_replica()
-        call = asyncio.create_task(replica.decode(a_decode()))
-    else:
-        prefill = await bench.prefill_replica()
-        replica, call = prefill, asyncio.create_task(prefill.prefill(a_prefill()))  # type: ignore[assignment]
-    await bench.engine.reached.wait()
+    replica, call = await with_a_call(bench, phase)
     if end == "answered":
         bench.engine.go_on.set()
     else:
