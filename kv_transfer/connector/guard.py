@@ -5,15 +5,9 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kv_transfer.api.integrity import (
-    LEDGER_CHECKS,
-    NOTHING_CHECKED,
-    TABLE_CHECKS,
-    Coverage,
-    IntegrityCause,
-    PageFault,
-)
+from kv_transfer.api.integrity import LEDGER_CHECKS, TABLE_CHECKS, Coverage, IntegrityCause, PageFault
 from kv_transfer.connector.metadata import CheckOrders, StepOrders, WorkerNews
+from kv_transfer.integrity.base import NullLedger, PageLedger
 from kv_transfer.integrity.checker import CheckCounts
 from kv_transfer.integrity.hooks import reconcile, watch
 from kv_transfer.integrity.ledger import GenerationLedger
@@ -32,7 +26,7 @@ class Guard:
     """Beside the scheduler, in its thread; counters are read by others."""
 
     def __init__(self) -> None:
-        self.ledger: GenerationLedger | None = None
+        self.ledger: PageLedger = NullLedger()
         self.counts = CheckCounts()
         self._manager: KVCacheManager | None = None
         self._ending: dict[str, PageFault] = {}
@@ -47,27 +41,22 @@ class Guard:
 
     def mismatches(self) -> Counter[IntegrityCause]:
         """Since the engine's start."""
-        own = self.ledger.counts if self.ledger is not None else Counter()
-        return own + self._found
+        return self.ledger.counts + self._found
 
     def coverage(self, *, tables: bool) -> Coverage:
         """
         Args:
             tables: whether the worker checks each step's tables.
         """
-        if self.ledger is None:
-            return NOTHING_CHECKED
         full = self.ledger.coverage()
-        return full if tables else replace(full, checked=LEDGER_CHECKS, unchecked=TABLE_CHECKS)
-
-    def tags(self, page_ids: list[int]) -> tuple[int, ...]:
-        """Of these pages now; none without a ledger."""
-        return () if self.ledger is None else tuple(self.ledger.tag(page) for page in page_ids)
+        if tables or not full.checked:
+            return full
+        return replace(full, checked=LEDGER_CHECKS, unchecked=TABLE_CHECKS)
 
     def before_step(self, scheduler: "Scheduler", output: "SchedulerOutput") -> CheckOrders | None:
         """Check the ledger; take flagged requests out of the step. None without a ledger."""
         ledger = self.ledger
-        if ledger is None:
+        if not isinstance(ledger, GenerationLedger):
             return None
         reconcile(ledger, scheduler)
         for request_id, fault in ledger.take_flagged().items():
@@ -99,7 +88,7 @@ class Guard:
 
     def _refined(self, fault: PageFault) -> PageFault:
         """A worker knows tags and no owners: a page that nobody has was freed, not given to another."""
-        assert self.ledger is not None
+        assert isinstance(self.ledger, GenerationLedger)
         if fault.cause is IntegrityCause.REALLOCATED and not self.ledger.owners(fault.page):
             return PageFault(IntegrityCause.FREED, fault.page, fault.expected, fault.found)
         return fault

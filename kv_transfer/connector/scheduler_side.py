@@ -120,7 +120,11 @@ class SchedulerSide:
         end_page = -(-wanted // self._block_size)
         page_ids = blocks.get_block_ids()[0][first_page:end_page]
         order = ReceiveOrder(
-            request.request_id, receiving.ticket, first_page, tuple(page_ids), self.guard.tags(page_ids)
+            request.request_id,
+            receiving.ticket,
+            first_page,
+            tuple(page_ids),
+            self.guard.ledger.tags(page_ids),
         )
         self._orders.receives.append(order)
 

@@ -35,8 +35,6 @@ class _Row:
 
 
 class GenerationLedger:
-    watches = True
-
     def __init__(self, pages: int, groups: int, *, free: Iterable[int], null_page: int = 0) -> None:
         """
         Args:
@@ -109,6 +107,9 @@ class GenerationLedger:
 
     def coverage(self) -> Coverage:
         return Coverage(ledger="generation", checked=CHECKS, unchecked=())
+
+    def tags(self, pages: Iterable[int]) -> tuple[int, ...]:
+        return tuple(self._tags[page] for page in pages)
 
     # -- the pool, page by page
 

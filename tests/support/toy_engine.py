@@ -19,6 +19,7 @@ import torch
 from kv_transfer.connector.guard import orders_of
 from kv_transfer.connector.metadata import WorkerNews
 from kv_transfer.connector.step_check import StepCheck
+from kv_transfer.integrity.ledger import GenerationLedger
 from kv_transfer.integrity.shadow import GroupShape
 from kv_transfer.integrity.verify import Tables
 from tests.support.members import membership_file
@@ -183,6 +184,6 @@ class ToyEngine:
         free = {block.block_id for block in self.pool.free_block_queue.get_all_free_blocks()}
         assert len(free) == self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
         assert all(block.ref_cnt == 0 for block in self.pool.blocks if not block.is_null)
-        if self.guard.ledger is not None:
+        if isinstance(self.guard.ledger, GenerationLedger):
             assert self.guard.ledger.rows == 0
             assert not self.scheduler.kv_cache_manager.condemned

@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy, make_block_hash_with_g
 from kv_transfer.api.integrity import IntegrityCause as Cause
 from kv_transfer.api.integrity import PageFault
 from kv_transfer.connector.scheduler import PhasegateAsyncScheduler, PhasegateScheduler
+from kv_transfer.integrity.ledger import GenerationLedger
 from kv_transfer.integrity.verify import Tables
 from tests.support.real_scheduler import BLOCK, a_request
 from tests.support.toy_engine import ToyEngine, connected_config
@@ -307,7 +308,7 @@ def test_a_wrong_prefix_hash_is_not_followed_and_the_request_answers_right(
             key = make_block_hash_with_group_id(asks.block_hashes[0], 0)
             page = engine.pool.blocks[engine.keeper.tables["b"][0][0]]
             hashes = engine.pool.cached_block_hash_to_block
-            if foreign and engine.guard.ledger is not None:
+            if foreign and isinstance(engine.guard.ledger, GenerationLedger):
                 engine.guard.ledger.serve("b", 77)
                 hashes.insert(key, page)
                 engine.guard.ledger.serve_nobody()

@@ -17,6 +17,7 @@ from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
 from kv_transfer.connector.config import ConnectorConfig
 from kv_transfer.connector.metadata import WorkerNews
 from kv_transfer.connector.scheduler_side import SchedulerSide
+from kv_transfer.integrity.ledger import GenerationLedger
 from tests.support.members import MEMBERSHIP, membership_file
 from tests.support.real_scheduler import cache_config, engine_config, scheduler_of
 
@@ -212,7 +213,7 @@ def test_gauges_tell_what_of_the_pages_is_checked(
     try:
         assert asked(endpoint).coverage == NOTHING_CHECKED, "nobody watches the pages yet"
         side.bind_manager(scheduler.kv_cache_manager)
-        assert (side.guard.ledger is not None) == watches
+        assert isinstance(side.guard.ledger, GenerationLedger) == watches
         assert asked(endpoint).coverage == coverage
     finally:
         side.close()
