@@ -5,7 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.stack import Stack, busy
-from tests.support.surface import CHECKS, Surface, a_client_that_does_not_read_is_ended_alone, nothing_is_held
+from tests.support.surface import Surface, nothing_is_held
+from tests.support.surface_checks import CHECKS, a_client_that_does_not_read_is_ended_alone
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray]
 

@@ -19,7 +19,8 @@ import yaml
 
 from tests.e2e.test_http_list import surface_of
 from tests.support.stack import ROOT, Stack, cli, eventually, processes_of, running_stack
-from tests.support.surface import CHECKS, LIMITS, Surface, nothing_is_held
+from tests.support.surface import LIMITS, Surface, nothing_is_held
+from tests.support.surface_checks import CHECKS
 
 pytestmark = [pytest.mark.ray, pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -20,7 +20,8 @@ from tests.support.engine_pool import Script
 from tests.support.gateways import ACCOUNT, KEY, MODEL, TestGateway, running_gateway
 from tests.support.haproxy import running_haproxy
 from tests.support.stack import eventually
-from tests.support.surface import CHECKS, LIMITS, Surface, nothing_is_held
+from tests.support.surface import LIMITS, Surface, nothing_is_held
+from tests.support.surface_checks import CHECKS
 
 CONFIG = SystemConfig(limits=LimitsConfig(**LIMITS))
 

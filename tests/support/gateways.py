@@ -1,9 +1,11 @@
 """A whole gateway in this process: real HTTP surface, real bus, scripted engines, keys in a dictionary."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import httpx
 from starlette.applications import Starlette
@@ -30,6 +32,8 @@ KEY, LIMITED_KEY = "pg_" + "k" * 43, "pg_" + "l" * 43
 RUN = f"/client/v4/accounts/{ACCOUNT}/ai/run/{MODEL}"
 CHAT = "/v1/chat/completions"
 AUTH = {"authorization": f"Bearer {KEY}"}
+ASK = {"messages": [{"role": "user", "content": "hi"}]}
+CHAT_ASK = ASK | {"model": MODEL}
 
 
 class FixedKeys:
@@ -49,6 +53,12 @@ class FixedKeys:
         if not self.reachable:
             raise StateUnavailable(retry_after_s=1)
         return self._tenants.get(key)
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    """The stream's events; `[DONE]` as a string."""
+    lines = [block.removeprefix("data: ") for block in answer.text.split("\n\n") if block]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 @dataclass
