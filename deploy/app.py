@@ -174,7 +174,7 @@ def build(plan: Plan) -> Any:
         name=GATEWAY,
         num_replicas=1,
         max_ongoing_requests=plan.config.limits.max_in_flight + MARGIN,
-        max_queued_requests=plan.config.limits.max_queued,
+        max_queued_requests=_gateway_queue(plan.config),
         backpressure_config=BackpressureConfig(status_code=429, retry_after_s=RETRY_AFTER_S),
         ray_actor_options=_actor_options(gateway_environment()),
         graceful_shutdown_timeout_s=plan.config.limits.shutdown_grace_s + CUT_MARGIN_S,
@@ -184,6 +184,13 @@ def build(plan: Plan) -> Any:
         max_constructor_retry_count=1,
     )(serve.ingress()(gateway_class))
     return gateway.bind(gateway_config(plan), str(plan.gateway_secrets), _watch(plan), prefill, decode)
+
+
+def _gateway_queue(config: SystemConfig) -> int:
+    """Serve's own proxy counts a request as waiting until a replica has taken it, also in a burst for which
+    there is room: the burst must not be refused for that."""
+    limits = config.limits
+    return limits.max_queued + (limits.max_in_flight if config.ingress == "proxy" else 0)
 
 
 def _pool(name: str, cls: type[Any], plan: Plan, phase: Phase) -> Any:

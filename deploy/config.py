@@ -57,7 +57,8 @@ class LimitsConfig:
     max_in_flight: Count = 256
     """Requests that one gateway answers at once; the next one is refused."""
     max_queued: Count = 64
-    """Requests that wait before a gateway which takes no more in; the next one is refused."""
+    """Requests that wait before a gateway which takes no more in; the next one is refused. With
+    `ingress: proxy` as many more as `max_in_flight`: Serve's proxy counts also those that are let in at once."""
     max_connections: Count = 16_384
     """Connections of clients at once, idle ones too; fewer where the system allows fewer open files.
     HAProxy only."""
@@ -134,6 +135,8 @@ class TracingConfig:
             raise ValueError("otlp_endpoint must start with http:// or https:// and name a host")
         if parts.username is not None or parts.password is not None:
             raise ValueError("otlp_endpoint must hold no password: use OTEL_EXPORTER_OTLP_HEADERS")
+        if parts.query or parts.fragment:
+            raise ValueError("otlp_endpoint must end with its path: a key goes to OTEL_EXPORTER_OTLP_HEADERS")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

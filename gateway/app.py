@@ -71,4 +71,7 @@ def _client_left(request: Request, _: Exception) -> Response:
 def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     by_status: dict[int, type[ApiError]] = {404: NoRoute, 405: MethodNotAllowed}
-    return _api_error(request, by_status.get(error.status_code, InvalidRequest)())
+    response = _api_error(request, by_status.get(error.status_code, InvalidRequest)())
+    if error.headers is not None and "Allow" in error.headers:
+        response.headers["allow"] = error.headers["Allow"]
+    return response

@@ -1,6 +1,7 @@
 """Every deployment has a bound on what it takes in and on what waits before it."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import yaml
@@ -12,9 +13,9 @@ from workers.profile.schema import parse_profile
 EXACT = Path(__file__).parents[3] / "deploy" / "models" / "exact.yaml"
 
 
-def plan(limits: LimitsConfig) -> app.Plan:
+def plan(limits: LimitsConfig, ingress: Literal["haproxy", "proxy"] = "haproxy") -> app.Plan:
     return app.Plan(
-        config=SystemConfig(limits=limits),
+        config=SystemConfig(limits=limits, ingress=ingress),
         profile=parse_profile(yaml.safe_load(EXACT.read_text()), source="exact"),
         model_dir=Path("/model"),
         gateway_secrets=Path("/secrets"),
@@ -33,6 +34,14 @@ def test_no_deployment_queues_without_a_bound_or_is_killed_within_its_grace() ->
     for deployment in (gateway, *pools):
         assert 0 < deployment.max_queued_requests <= 10 + app.MARGIN
         assert deployment._deployment_config.graceful_shutdown_timeout_s == 7 + app.CUT_MARGIN_S
+
+
+def test_a_burst_for_which_there_is_room_is_not_refused_before_serves_own_proxy() -> None:
+    """It counts each request as waiting until a replica has taken it."""
+    limits = LimitsConfig(max_in_flight=10, max_queued=3)
+    gateway = app.build(plan(limits, ingress="proxy"))._bound_deployment
+
+    assert gateway.max_queued_requests == 10 + 3
 
 
 def test_barriers_need_an_absolute_path() -> None:

@@ -208,6 +208,8 @@ def test_the_newest_files_are_kept(tmp_path: Path) -> None:
         ({"otlp_endpoint": "collector:4317"}, "otlp_endpoint must start with http"),
         ({"otlp_endpoint": "http:///v1"}, "otlp_endpoint must start with http"),
         ({"otlp_endpoint": "http://me:hunter2@host/v1/traces"}, "must hold no password"),
+        ({"otlp_endpoint": "http://host/v1/traces?key=hunter2"}, "must end with its path"),
+        ({"otlp_endpoint": "http://host/v1/traces#hunter2"}, "must end with its path"),
         ({"file": "yes"}, "tracing.file"),
     ],
 )

@@ -328,6 +328,7 @@ async def test_unknown_route_and_wrong_method_have_the_error_body() -> None:
 
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     assert (wrong.status_code, wrong.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert wrong.headers["allow"] == "POST"
 
 
 async def test_health_needs_no_key_and_readiness_needs_both_phases() -> None:
