@@ -151,6 +151,11 @@ class EngineFailed(ApiError):
     text = "The inference engine could not complete the request."
 
 
+class PageIntegrity(ApiError):
+    status, number, code = 500, 5010, "page_integrity"
+    text = "A cache page of the request was not its own; the request was stopped before it was used."
+
+
 class EngineLost(ApiError):
     status, number, code = 502, 7010, "engine_lost"
     text = "The inference engine went away while it worked on the request."
@@ -199,6 +204,7 @@ FAULT_TO_ERROR: Final[Mapping[FaultKind, type[ApiError]]] = {
     FaultKind.INVALID_REQUEST: InternalError,
     FaultKind.ENGINE_DEAD: EngineLost,
     FaultKind.CANCELLED: EngineLost,
+    FaultKind.PAGE_INTEGRITY: PageIntegrity,
     FaultKind.INTERNAL: EngineFailed,
 }
 

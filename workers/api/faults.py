@@ -14,6 +14,7 @@ class FaultKind(StrEnum):
     INVALID_REQUEST = "invalid_request"  # the engine refused what the gateway had let through
     ENGINE_DEAD = "engine_dead"
     CANCELLED = "cancelled"  # the call was cut off, by a shutdown or by Serve; the engine may be well
+    PAGE_INTEGRITY = "page_integrity"  # a cache page was not the request's own, and was not used
     INTERNAL = "internal"
 
 

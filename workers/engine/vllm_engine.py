@@ -212,7 +212,7 @@ def _sampling(sampling: Sampling, stop_token_ids: tuple[int, ...], ticket: Ticke
 def _raise_if_failed(output: Any) -> None:
     reason = output.outputs[0].finish_reason
     if (fault := PageFault.from_params(output.kv_transfer_params)) is not None:
-        raise EngineFault(FaultKind.INTERNAL, str(fault.error()))
+        raise EngineFault(FaultKind.PAGE_INTEGRITY, str(fault.error()))
     if reason is not None and reason not in _FINISH:
         raise EngineFault(FaultKind.INTERNAL, f"the engine ended the request: {reason}")
 

@@ -70,8 +70,12 @@ async def test_fault_before_the_first_token_is_a_status_also_when_streaming(stre
     assert int(answer.headers["retry-after"]) > 0
 
 
-async def test_fault_after_the_first_token_is_an_event_and_no_done() -> None:
-    async with running_gateway(Script(fault=FaultKind.ENGINE_DEAD, hold_at=2)) as gateway:
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [(FaultKind.ENGINE_DEAD, "engine_lost"), (FaultKind.PAGE_INTEGRITY, "page_integrity")],
+)
+async def test_fault_after_the_first_token_is_an_event_and_no_done(fault: FaultKind, code: str) -> None:
+    async with running_gateway(Script(fault=fault, hold_at=2)) as gateway:
         exchange = Exchange(gateway.app, RUN, ASK | {"stream": True}, AUTH)
         start = await exchange.message()
         gateway.pool.script.release.set()
@@ -81,10 +85,10 @@ async def test_fault_after_the_first_token_is_an_event_and_no_done() -> None:
         summary = gateway.summaries.get(request_id)
 
     assert start["status"] == 200
-    assert b'"code":"engine_lost"' in bodies.split(b"\n\n")[-2]
+    assert f'"code":"{code}"'.encode() in bodies.split(b"\n\n")[-2]
     assert b"[DONE]" not in bodies
     assert summary
-    assert summary["status"] == "engine_lost"
+    assert summary["status"] == code
 
 
 async def test_replica_on_its_way_out_finishes_its_streams() -> None:

@@ -39,4 +39,4 @@ def test_a_request_that_ended_for_a_wrong_page_says_which_and_why() -> None:
     with pytest.raises(EngineFault, match="freed: page 7 has tag 0x20, expected 0x10") as raised:
         _raise_if_failed(ended)
 
-    assert raised.value.kind is FaultKind.INTERNAL
+    assert raised.value.kind is FaultKind.PAGE_INTEGRITY
