@@ -58,7 +58,7 @@ class LimitsConfig:
     """Requests that one gateway answers at once; the next one is refused."""
     max_queued: Count = 64
     """Requests that wait before a gateway which takes no more in; the next one is refused. With
-    `ingress: proxy` as many more as `max_in_flight`: Serve's proxy counts also those that are let in at once."""
+    `ingress: proxy` as many more as `max_in_flight`: Serve's proxy counts those that it lets in, too."""
     max_connections: Count = 16_384
     """Connections of clients at once, idle ones too; fewer where the system allows fewer open files.
     HAProxy only."""
