@@ -1,14 +1,17 @@
 """A peer that is gone is noticed, one that is there is not suspected."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
 import zmq
 
+from kv_transfer.connector import peers as peers_module
 from kv_transfer.connector.peers import CONNECT_S, Peers
 from kv_transfer.protocol import messages as m
 from tests.support.clock import FakeClock
 from tests.support.members import MEMBERSHIP
+from tests.support.relay import Relay
 
 ABORT = m.Abort(transfer_id="t", engine_id="e")
 
@@ -40,7 +43,8 @@ class Worker:
         self._gate = MEMBERSHIP.gate(self._context)
         self.router = self._context.socket(zmq.ROUTER)
         MEMBERSHIP.server(self.router)
-        self.address = f"tcp://127.0.0.1:{self.router.bind_to_random_port('tcp://127.0.0.1')}"
+        self.port = self.router.bind_to_random_port("tcp://127.0.0.1")
+        self.address = f"tcp://127.0.0.1:{self.port}"
 
     def hear(self) -> m.ToSender:
         assert self.router.poll(5000)
@@ -57,7 +61,7 @@ def lost_within(peers: Peers, looks: int) -> list[str]:
     for _ in range(looks):
         if lost := peers.take_lost():
             return lost
-        zmq.Context.instance().socket(zmq.PULL).poll(10)
+        time.sleep(0.01)
     return []
 
 
@@ -86,6 +90,25 @@ def test_a_peer_that_dies_is_lost_once_and_forgotten(peers: Peers) -> None:
     assert lost_within(peers, 500) == [worker.address]
     assert peers.take_lost() == []
     assert len(peers) == 0
+
+
+def test_a_peer_whose_machine_stops_is_lost_though_its_connection_stays(
+    peers: Peers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_module, "HEARTBEAT_MS", 50)
+    monkeypatch.setattr(peers_module, "SILENCE_MS", 200)
+    worker = Worker()
+    try:
+        with Relay("127.0.0.1", worker.port) as relay:
+            address = f"tcp://127.0.0.1:{relay.port}"
+            peers.tell(address, ABORT)
+            worker.hear()
+            assert lost_within(peers, 60) == []  # heartbeats are answered, though nothing else is said
+            relay.fall_silent()
+
+            assert lost_within(peers, 500) == [address]
+    finally:
+        worker.die()
 
 
 def test_a_peer_that_never_answers_is_lost_after_a_while_and_not_before(
