@@ -73,6 +73,7 @@ def test_a_cpu_engine_gets_its_cache_and_threads_from_the_profile() -> None:
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["GLOO_SOCKET_IFNAME"] == "lo"
     assert environment["HF_HUB_OFFLINE"] == "1"
+    assert 40 <= int(environment["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) < 1024
 
 
 def test_only_loopback_is_tied_to_the_loopback_interface() -> None:
