@@ -65,7 +65,8 @@ class Guard:
         had_some = bool(output.num_scheduled_tokens)
         copies = [tuple(pair) for pair in output.kv_cache_block_copies or ()]
         rights = rights_of(ledger, output.new_block_ids_to_zero or (), copies)
-        _expel(scheduler, output, self._ending.keys())
+        if self._ending:
+            _expel(scheduler, output, self._ending.keys())
         plan = _plan(output)
         return CheckOrders(ledger.take_delta(), plan, rights, emptied=had_some and not plan)
 
@@ -119,7 +120,8 @@ def _alive(scheduler: "Scheduler", request_id: str) -> bool:
 def _plan(output: "SchedulerOutput") -> dict[str, tuple[int, int]]:
     cached = output.scheduled_cached_reqs
     computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
-    computed |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    for new in output.scheduled_new_reqs:
+        computed[new.req_id] = new.num_computed_tokens
     return {r: (computed[r], count) for r, count in output.num_scheduled_tokens.items()}
 
 
@@ -130,8 +132,6 @@ _BY_REQUEST = ("req_ids", "new_token_ids", "new_block_ids", "num_computed_tokens
 def _expel(scheduler: "Scheduler", output: "SchedulerOutput", flagged: Any) -> None:
     """Take requests out of a step that was scheduled and not sent."""
     out = flagged & output.num_scheduled_tokens.keys()
-    if not out:
-        return
     for request_id in out:
         output.total_num_scheduled_tokens -= output.num_scheduled_tokens.pop(request_id)
         output.scheduled_spec_decode_tokens.pop(request_id, None)

@@ -6,7 +6,7 @@ copied before it, so nothing is checked there: the scheduler's half works, and t
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.api.integrity import IntegrityCause, PageFault
@@ -139,14 +139,17 @@ class StepCheck:
         return faults, refused
 
 
-def _tables_of(layers: Iterable[str], metadata: dict[str, Any], slot_mapping: Any) -> list[Tables]:
+def _tables_of(layers: Sequence[str], metadata: dict[str, Any], slot_mapping: Any) -> list[Tables]:
     """Every combination of tensors that some layer of the group uses, once."""
+    # Layers of a group share these objects, nearly always: told apart by identity, which costs little.
+    pairs = zip(map(metadata.__getitem__, layers), map(slot_mapping.get, layers), strict=True)
+    used = {(id(of_layer), id(slots)): (of_layer, slots) for of_layer, slots in pairs}
     found: dict[tuple[int, ...], Tables] = {}
-    for layer in layers:
-        of_layer = metadata[layer]
+    for of_layer, slots_of_layer in used.values():
         reads = (of_layer.block_table, of_layer.seq_lens, of_layer.query_start_loc)
-        writes = (of_layer.slot_mapping, slot_mapping.get(layer))
-        for slots in (w for w in writes if w is not None):
+        for slots in (of_layer.slot_mapping, slots_of_layer):
+            if slots is None:
+                continue
             key = tuple(tensor.data_ptr() for tensor in (*reads, slots))
             if key not in found:
                 found[key] = Tables(*(tensor.numpy() for tensor in (*reads, slots)))

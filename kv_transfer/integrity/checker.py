@@ -6,15 +6,17 @@ whoever reads them, found by their hash while the step was scheduled, is flagged
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import Final
 
 import numpy as np
 
 from kv_transfer.api.integrity import IntegrityCause, PageFault
 from kv_transfer.integrity.delta import LedgerDelta
-from kv_transfer.integrity.shadow import STALE, Bools, GroupShape, Int32s, Shadow
+from kv_transfer.integrity.glance import Glance
+from kv_transfer.integrity.shadow import STALE, Bools, GroupShape, Int32s, Int64s, Shadow
 from kv_transfer.integrity.tags import NO_TAG
-from kv_transfer.integrity.verify import NULL_PAGE, Batch, Finding, Tables, batch_of, check_numpy, contain
+from kv_transfer.integrity.verify import NULL_PAGE, Batch, Finding, Tables, check_numpy, contain, starts_of
 
 _NOWHERE: Final = PageFault(IntegrityCause.SHIFTED, -1, NO_TAG, NO_TAG)
 
@@ -43,6 +45,30 @@ class _Judgement:
     faults: dict[str, PageFault] = field(default_factory=dict)
 
 
+class _Roll:
+    """Puts what was ordered into the order of the tables' rows. What stays from step to step is kept."""
+
+    def __init__(self, shadow: Shadow) -> None:
+        self._shadow = shadow
+        self._moves = -1
+        self._request_ids: list[str] = []
+        self._slots: Int64s = np.empty(0, np.int64)
+        self._scheduled = b""
+        self._starts: Int32s = np.zeros(1, np.int32)
+
+    def call(self, request_ids: Sequence[str], plan: Mapping[str, tuple[int, int]]) -> Batch:
+        if self._moves != self._shadow.moves or self._request_ids != request_ids:
+            self._moves, self._request_ids = self._shadow.moves, list(request_ids)
+            self._slots = np.array([self._shadow.slot(r) for r in request_ids], np.int64)
+        ordered = chain.from_iterable(map(plan.get, request_ids, repeat((0, 0))))
+        numbers = np.fromiter(ordered, np.int32, 2 * len(request_ids))
+        computed, scheduled = numbers[::2], numbers[1::2]
+        if scheduled.tobytes() != self._scheduled:
+            self._scheduled = scheduled.tobytes()
+            self._starts = starts_of(scheduled)
+        return Batch(self._slots, computed, self._starts, int(self._starts[-1]))
+
+
 class Checker:
     def __init__(self, pages: int, groups: Sequence[GroupShape], *, now: Callable[[], float]) -> None:
         """
@@ -52,6 +78,10 @@ class Checker:
         """
         self.shadow = Shadow(pages, groups)
         self.counts = CheckCounts()
+        self._roll = _Roll(self.shadow)
+        self._glances = [
+            Glance(rows, shape) for rows, shape in zip(self.shadow.rows, self.shadow.shapes, strict=True)
+        ]
         self._now = now
 
     def apply(self, delta: LedgerDelta) -> None:
@@ -77,10 +107,24 @@ class Checker:
             The requests that must end, each with the first fault found in it.
         """
         began = self._now()
-        slots = [self.shadow.slot(request_id) for request_id in request_ids]
-        ordered = [plan.get(request_id, (0, 0)) for request_id in request_ids]
-        batch = batch_of(slots, [c for c, _ in ordered], [s for _, s in ordered])
-        judgement = _Judgement(request_ids, np.zeros(len(slots), np.bool_))
+        faults: dict[str, PageFault] = {}
+        if request_ids:
+            batch = self._roll.call(request_ids, plan)
+            for glance in self._glances:
+                glance.look(batch)
+                self.counts.pages += glance.pages
+            for group, tables in groups:
+                if not self._glances[group].passes(tables):
+                    faults = self._find(groups, batch, request_ids)
+                    break
+        self.counts.steps += 1
+        self.counts.seconds += self._now() - began
+        return faults
+
+    def _find(
+        self, groups: Sequence[tuple[int, Tables]], batch: Batch, request_ids: Sequence[str]
+    ) -> dict[str, PageFault]:
+        judgement = _Judgement(request_ids, np.zeros(len(request_ids), np.bool_))
         fresh = self._judge(groups, batch, judgement)
         while fresh.any():
             self._revoke_writes(batch, fresh)
@@ -88,9 +132,6 @@ class Checker:
         if judgement.faults:
             for _, tables in groups:
                 contain(tables, batch, judgement.flagged)
-        self.counts.steps += 1
-        self.counts.pages += self._pages_read(batch)
-        self.counts.seconds += self._now() - began
         return judgement.faults
 
     def _judge(self, groups: Sequence[tuple[int, Tables]], batch: Batch, judgement: _Judgement) -> Bools:
@@ -139,12 +180,3 @@ class Checker:
                     # Not those that are another's by now, who writes them.
                     mine = rows.pages[slot, touched][rows.own[slot, touched]]
                     self.shadow.revoke(mine[mine != STALE].tolist())
-
-    def _pages_read(self, batch: Batch) -> int:
-        ends = batch.computed + np.diff(batch.starts)
-        total = 0
-        for shape in self.shadow.shapes:
-            total += int((-(-ends // shape.block_size)).sum())
-            if shape.window is not None:
-                total -= int((np.maximum(0, batch.computed - shape.window + 1) // shape.block_size).sum())
-        return total

@@ -11,8 +11,7 @@ remain is told by nobody; it shows when the last one goes.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.block_pool import BlockHashToBlockMap
@@ -175,35 +174,34 @@ class WatchedCacheManager(KVCacheManager):
     condemned: set[str]
     """Requests that were flagged: what they wrote must not be found by its hash any more."""
 
-    @contextmanager
-    def _serving(self, request: "Request") -> Iterator[None]:
-        self.ledger.serve(request.request_id, domain_of(request.cache_salt or ""))
+    def allocate_slots(self, request: "Request", *args: Any, **kwargs: Any) -> "KVCacheBlocks | None":
+        self._serve(request)
         try:
-            yield
+            blocks = super().allocate_slots(request, *args, **kwargs)
         finally:
             self.ledger.serve_nobody()
-
-    def allocate_slots(self, request: "Request", *args: Any, **kwargs: Any) -> "KVCacheBlocks | None":
-        with self._serving(request):
-            blocks = super().allocate_slots(request, *args, **kwargs)
         # The window moves on also where there were too few pages in the end.
-        self._follow_window(request.request_id)
-        if blocks is not None:
-            self._follow_growth(request.request_id)
+        self._follow(request.request_id, grown=blocks is not None)
         return blocks
 
     def get_computed_blocks(self, request: "Request") -> "tuple[KVCacheBlocks, int, int]":
-        with self._serving(request):
+        self._serve(request)
+        try:
             hit: tuple[KVCacheBlocks, int, int] = super().get_computed_blocks(request)
+        finally:
+            self.ledger.serve_nobody()
         return hit
 
     def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
-        with self._serving(request):
+        self._serve(request)
+        try:
             super().cache_blocks(request, num_computed_tokens)
+        finally:
+            self.ledger.serve_nobody()
 
     def remove_skipped_blocks(self, request_id: str, *args: Any, **kwargs: Any) -> None:
         super().remove_skipped_blocks(request_id, *args, **kwargs)
-        self._follow_window(request_id)
+        self._follow(request_id, grown=False)
 
     def free(self, request: "Request") -> None:
         self._release(request.request_id)
@@ -214,33 +212,34 @@ class WatchedCacheManager(KVCacheManager):
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request)
         return blocks
 
+    def _serve(self, request: "Request") -> None:
+        self.ledger.serve(request.request_id, domain_of(request.cache_salt or ""))
+
     def _tables(self, request_id: str) -> "list[list[KVCacheBlock]]":
         managers = self.coordinator.single_type_managers
         return [manager.req_to_blocks.get(request_id, []) for manager in managers]
 
-    def _follow_growth(self, request_id: str) -> None:
-        lengths = self.ledger.lengths(request_id)
-        tables = self._tables(request_id)
-        if any(len(table) > length for table, length in zip(tables, lengths, strict=True)):
-            self.ledger.grow(
-                request_id,
-                [
-                    [block.block_id for block in table[length:]]
-                    for table, length in zip(tables, lengths, strict=True)
-                ],
-            )
+    def _follow(self, request_id: str, *, grown: bool) -> None:
+        """Compare the request's tables with its rows; tell of windows that moved on and, if asked, of growth.
 
-    def _follow_window(self, request_id: str) -> None:
-        """Leading null pages say how far a window has moved. A shared page goes without any other sign."""
-        if not self.ledger.knows(request_id):
-            return
-        for group, table in enumerate(self._tables(request_id)):
-            start, length = self.ledger.window(request_id, group)
+        Leading null pages say how far a window has moved. A shared page goes without any other sign.
+        """
+        tables = self._tables(request_id)
+        extents = self.ledger.extents(request_id)
+        longer = False
+        for group, (table, (start, length)) in enumerate(zip(tables, extents, strict=True)):
             end = start
             while end < min(length, len(table)) and table[end].is_null:
                 end += 1
             if end > start:
                 self.ledger.skip(request_id, group, end)
+            longer |= len(table) > length
+        if grown and longer:
+            more = [
+                [block.block_id for block in table[length:]]
+                for table, (_, length) in zip(tables, extents, strict=True)
+            ]
+            self.ledger.grow(request_id, more)
 
     def _release(self, request_id: str) -> None:
         """A page that the request has lost is not given back a second time."""

@@ -79,18 +79,10 @@ class GenerationLedger:
         """The request for which the page was allocated; None once it was freed."""
         return self._writers.get(page)
 
-    def knows(self, request_id: str) -> bool:
-        return request_id in self._rows
-
-    def lengths(self, request_id: str) -> list[int]:
-        """Entries of the request's row in each group; zeros when it is unknown."""
+    def extents(self, request_id: str) -> list[tuple[int, int]]:
+        """(Entries that fell out of the window, entries) of its row in each group; zeros when unknown."""
         rows = self._rows.get(request_id)
-        return [0] * self._groups if rows is None else [len(row.pages) for row in rows]
-
-    def window(self, request_id: str, group: int) -> tuple[int, int]:
-        """(entries that fell out of the window, entries) of a known request."""
-        row = self._rows[request_id][group]
-        return row.skipped, len(row.pages)
+        return [(0, 0)] * self._groups if rows is None else [(row.skipped, len(row.pages)) for row in rows]
 
     def row(self, request_id: str, group: int) -> list[tuple[int, int]]:
         """(page, tag) in logical order; (null page, 0) where attention never looks. Empty when unknown."""

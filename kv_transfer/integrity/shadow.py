@@ -50,12 +50,22 @@ class GroupRows:
         """Tags under which the pages were given."""
         self.own: Bools = np.zeros((slots, width), np.bool_)
         """Whether the row's request may write to the page."""
+        self.changed: Bools = np.zeros(slots, np.bool_)
+        """[slots]: whether the row changed since this was last reset; for one who keeps copies of rows."""
+        self.version = 0
+        """Counts changes."""
+
+    def change(self, slot: int | Bools) -> None:
+        """To be told whenever a row was written to."""
+        self.changed[slot] = True
+        self.version += 1
 
     def clear(self, slot: int, start: int = 0, end: int | None = None) -> None:
         self.pages[slot, start:end] = STALE
         self.given[slot, start:end] = STALE
         self.tags[slot, start:end] = NO_TAG
         self.own[slot, start:end] = False
+        self.change(slot)
 
     def widen(self, slots: int, width: int) -> None:
         """Make room; what is there stays."""
@@ -64,6 +74,8 @@ class GroupRows:
             old = getattr(self, name)
             getattr(grown, name)[: old.shape[0], : old.shape[1]] = old
             setattr(self, name, getattr(grown, name))
+        grown.changed[: len(self.changed)] = self.changed
+        self.changed = grown.changed
 
 
 class Shadow:
@@ -80,6 +92,8 @@ class Shadow:
         self._holders: Int32s = np.zeros(pages, np.int32)
         """Entries that show the page: almost always 0 when its tag changes, so that nothing is searched."""
         self._slots: dict[str, int] = {}
+        self.moves = 0
+        """Counts requests that got a slot, or gave theirs back."""
         self._vacant = list(range(rows))[::-1]
 
     def __contains__(self, request_id: str) -> bool:
@@ -115,6 +129,7 @@ class Shadow:
 
     def _drop(self, request_id: str) -> None:
         slot = self._slots.pop(request_id)
+        self.moves += 1
         for rows in self.rows:
             self._hold(rows.given[slot], -1)
             rows.clear(slot)
@@ -125,7 +140,9 @@ class Shadow:
         held = [page for page in pages if self._holders[page]]
         if held:
             for rows in self.rows:
-                rows.pages[np.isin(rows.given, held) & (rows.tags != self._current(rows.given))] = STALE
+                lost = np.isin(rows.given, held) & (rows.tags != self._current(rows.given))
+                rows.pages[lost] = STALE
+                rows.change(lost.any(axis=1))
 
     def _current(self, pages: Int32s) -> Int64s:
         tags: Int64s = self.tags[np.maximum(pages, 0)]
@@ -135,6 +152,7 @@ class Shadow:
         slot = self._slots.get(grown.request_id)
         if slot is None:
             slot = self._slots[grown.request_id] = self._vacate()
+            self.moves += 1
         end = grown.start + len(grown.pages)
         rows = self.rows[grown.group]
         if end > rows.pages.shape[1]:
@@ -145,6 +163,7 @@ class Shadow:
         rows.tags[slot, grown.start : end] = tags
         rows.own[slot, grown.start : end] = grown.own
         rows.pages[slot, grown.start : end] = np.where(self._current(given) == tags, given, STALE)
+        rows.change(slot)
         self._hold(given, 1)
 
     def _vacate(self) -> int:

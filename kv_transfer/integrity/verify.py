@@ -69,9 +69,15 @@ class Batch:
 
 
 def batch_of(slots: list[int], computed: list[int], scheduled: list[int]) -> Batch:
-    starts = np.zeros(len(slots) + 1, np.int32)
-    np.cumsum(scheduled, out=starts[1:])
+    starts = starts_of(np.array(scheduled, np.int32))
     return Batch(np.array(slots, np.int64), np.array(computed, np.int32), starts, int(starts[-1]))
+
+
+def starts_of(scheduled: Int32s) -> Int32s:
+    """Where each row's tokens begin, and where the last one's end."""
+    starts = np.zeros(len(scheduled) + 1, np.int32)
+    np.cumsum(scheduled, out=starts[1:])
+    return starts
 
 
 def check_numpy(tables: Tables, batch: Batch, rows: GroupRows, shape: GroupShape) -> Int32s:
@@ -87,7 +93,7 @@ def check_numpy(tables: Tables, batch: Batch, rows: GroupRows, shape: GroupShape
     pages = _expected_pages(rows, batch.slots, int(end.max()))
     table = _wide(tables.block_table[:count], pages.shape[1])
     reads = _wrong_reads(table, pages, batch, end, shape)
-    row, position = _positions(batch, scheduled)
+    row, position = positions(batch, scheduled)
     slots = _first(tables.slot_mapping, batch.tokens)
     writes = _wrong_writes(slots, row, position, pages, rows.own, batch.slots, size)
     lengths = (tables.seq_lens[:count] != length) | (tables.query_start_loc[:count] != batch.starts[:-1])
@@ -131,7 +137,7 @@ def _wrong_reads(table: Int32s, pages: Int32s, batch: Batch, end: Int32s, shape:
     return wrong
 
 
-def _positions(batch: Batch, scheduled: Int32s) -> tuple[Int64s, Int64s]:
+def positions(batch: Batch, scheduled: Int32s) -> tuple[Int64s, Int64s]:
     """Of each token: its row, and its place in the row's text."""
     if batch.tokens == len(batch.slots) and scheduled.max() == 1:  # decode only
         return np.arange(batch.tokens), batch.computed.astype(np.int64)

@@ -50,7 +50,9 @@ def write_beside(step: Step, rnd: random.Random) -> None:
 
 
 def write_to_a_shared_page(step: Step, rnd: random.Random) -> None:
-    step.shadow.rows[0].own[rnd.randrange(len(step.names))] = False
+    slot = rnd.randrange(len(step.names))
+    step.shadow.rows[0].own[slot] = False
+    step.shadow.rows[0].change(slot)
 
 
 def change_a_length(step: Step, rnd: random.Random) -> None:

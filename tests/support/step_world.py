@@ -85,6 +85,28 @@ def _as_kernels_see_it(
     return Step(shadow, shape, tables, batch_of([shadow.slot(n) for n in names], computed, scheduled), names)
 
 
+def step_after(rnd: random.Random, step: Step) -> Step:
+    """A right step of the same shadow: some of the requests, in another order or not, each further."""
+    size, rows = step.shape.block_size, step.shadow.rows[0]
+    lengths = dict(zip(step.names, (step.batch.computed + np.diff(step.batch.starts)).tolist(), strict=True))
+    names = rnd.choice(
+        [step.names, step.names, rnd.sample(step.names, rnd.randrange(1, len(step.names) + 1))]
+    )
+    scheduled = [rnd.choice([1, 1, 1, size + 1]) for _ in names]
+    fresh = [page for page in range(1, PAGES) if not (rows.given == page).any()]
+    tables = []
+    for name, count in zip(names, scheduled, strict=True):
+        slot, have = step.shadow.slot(name), -(-lengths[name] // size)
+        more = [fresh.pop() for _ in range(-(-(lengths[name] + count) // size) - have)]
+        tags = [int(step.shadow.tags[page]) for page in more]
+        if more:
+            growth = RowGrowth(name, 0, have, more, tags, [True] * len(more))
+            step.shadow.apply(LedgerDelta(grown=[growth]))
+        tables.append(np.maximum(rows.given[slot, : have + len(more)], 0).tolist())
+    computed = [lengths[name] for name in names]
+    return _as_kernels_see_it(rnd, step.shadow, step.shape, names, computed, scheduled, tables)
+
+
 def slow_findings(step: Step) -> Int32s:
     """The same as `check_numpy`, entry by entry."""
     size, tables, rows = step.shape.block_size, step.tables, step.shadow.rows[0]
