@@ -16,7 +16,7 @@ SERVE_ENVIRONMENT: Final[Mapping[str, str]] = {
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     # How often the controller looks at everything. Serve's ten times a second cost 6 % of a core at rest.
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     # What takes clients' connections is missed after a second, not after ten.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     # Optimised mode opens a direct ingress, which stays open for a load balancer to notice: there is none.
