@@ -31,6 +31,13 @@ TESTED: Final[Mapping[str, str]] = {
     "core.sched.output:CachedRequestData": "b0a215b040121b1a",
     f"{_MIXIN}._get_kv_connector_output": "ed1ee2f0ae4bce4f",
 }
+TESTED_ON_CUDA: Final[Mapping[str, str]] = {
+    "worker.gpu.model_runner:GPUModelRunner.prepare_attn": "0a079aa32c2b38f5",
+    "worker.gpu_worker:Worker._make_model_runner": "3d6601a9b9f755ec",
+    "worker.gpu.block_table:BlockTables": "c3bb0fbc79b03d15",
+    "worker.gpu.kv_connector:ActiveKVConnector": "f42a07a5d34c8cf9",
+    "worker.gpu.input_batch:InputBatch": "2f50df7eeb5758b9",
+}
 """`module:name` below `vllm.v1` -> first 16 digits of the SHA-256 of its source."""
 
 

@@ -34,11 +34,6 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Whether pages have tags, and every step's tables are checked against them."""
     faults: FaultConfig = FaultConfig()
 
-    @property
-    def checks_tables(self) -> bool:
-        """Whether each step's tables are checked. On CUDA they are copied before anything of ours runs."""
-        return self.integrity and self.backend == "gloo"
-
     def membership(self) -> Membership:
         """Raises OSError when the file is missing, ValueError when it holds no key."""
         return Membership.read(Path(self.membership_file))

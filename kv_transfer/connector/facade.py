@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -18,8 +18,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kv_transfer.api.handoff import HandoffReport
 from kv_transfer.api.log_fields import PrivateLog
-from kv_transfer.connector.compat import require_tested
+from kv_transfer.connector.compat import TESTED_ON_CUDA, require_tested
 from kv_transfer.connector.config import ConnectorConfig
+from kv_transfer.connector.device_check import DeviceCheck, refuse_unseen
 from kv_transfer.connector.guard import Guard
 from kv_transfer.connector.layout import UnsupportedCache
 from kv_transfer.connector.metadata import CheckOrders, StepOrders, WorkerAddress
@@ -27,6 +28,7 @@ from kv_transfer.connector.scheduler_side import SchedulerSide
 from kv_transfer.connector.step_check import StepCheck
 from kv_transfer.connector.worker_side import WorkerSide
 from kv_transfer.integrity.prestep import Copy
+from kv_transfer.integrity.verify import Tables
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -58,9 +60,10 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         self._idle = False
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerSide(config, vllm_config.cache_config.block_size)
+            tables = tables_checked(config, vllm_config) is not None
+            self._scheduler = SchedulerSide(config, vllm_config.cache_config.block_size, tables=tables)
         else:
-            check = StepCheck(kv_cache_config, checked=config.checks_tables)
+            check = _step_check(config, vllm_config, kv_cache_config)
             self._worker = WorkerSide(config, vllm_config.parallel_config.rank, check)
         if config.integrity:
             require_tested()
@@ -138,11 +141,17 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[list[int], list[Copy]]:
         return self._w.check.before_step(orders, clear, copies)
 
+    def check_tables(self, request_ids: Sequence[str], groups: Sequence[Tables]) -> None:
+        """From the model runner, on CUDA; see `device_check.py`."""
+        if isinstance(self._w.check, DeviceCheck):
+            self._w.check.check_tables(request_ids, groups)
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._w.address()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        self._idle = forward_context.attn_metadata is None
+        # vLLM's second runner calls before the forward's context is set, and says it by the step's tokens.
+        self._idle = forward_context.attn_metadata is None and not kwargs.get("num_tokens")
         self._w.begin_step(self._orders())
         self._w.check_step(self._orders(), forward_context)
 
@@ -175,6 +184,26 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepOrders)
         return metadata
+
+
+def tables_checked(config: ConnectorConfig, vllm_config: "VllmConfig") -> Literal["host", "device"] | None:
+    """Where each step's tables are checked."""
+    if not config.integrity:
+        return None
+    if config.backend == "gloo":
+        return "host"
+    return "device" if vllm_config.use_v2_model_runner else None
+
+
+def _step_check(config: ConnectorConfig, vllm_config: "VllmConfig", cache: "KVCacheConfig") -> StepCheck:
+    place = tables_checked(config, vllm_config)
+    if place != "device":
+        return StepCheck(cache, checked=place is not None)
+    from kv_transfer.integrity.verify_triton import check_triton
+
+    refuse_unseen(vllm_config)
+    require_tested(TESTED_ON_CUDA)
+    return DeviceCheck(cache, torch.device("cuda", torch.cuda.current_device()), check_triton)
 
 
 def _log_to(path: str) -> None:

@@ -2,13 +2,16 @@
 
 import logging
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.api.integrity import LEDGER_CHECKS, TABLE_CHECKS, Coverage, IntegrityCause, PageFault
 from kv_transfer.connector.metadata import CheckOrders, StepOrders, WorkerNews
 from kv_transfer.integrity.base import NullLedger, PageLedger
+from kv_transfer.integrity.causes import explain
 from kv_transfer.integrity.checker import CheckCounts
+from kv_transfer.integrity.device import Sighting
 from kv_transfer.integrity.hooks import reconcile, watch
 from kv_transfer.integrity.ledger import GenerationLedger
 from kv_transfer.integrity.prestep import rights_of
@@ -29,6 +32,8 @@ class Guard:
         self.ledger: PageLedger = NullLedger()
         self.counts = CheckCounts()
         self._manager: KVCacheManager | None = None
+        self._sizes: list[int] = []
+        """Tokens in a page, by cache group."""
         self._ending: dict[str, PageFault] = {}
         """Flagged requests that the scheduler still knows."""
         self._found: Counter[IntegrityCause] = Counter()
@@ -38,6 +43,7 @@ class Guard:
         """Keep a ledger of this manager's pages. Raises UnwatchablePool."""
         self.ledger = watch(manager)
         self._manager = manager
+        self._sizes = [group.kv_cache_spec.block_size for group in manager.kv_cache_config.kv_cache_groups]
 
     def mismatches(self) -> Counter[IntegrityCause]:
         """Since the engine's start."""
@@ -70,8 +76,8 @@ class Guard:
         plan = _plan(output)
         return CheckOrders(ledger.take_delta(), plan, rights, emptied=had_some and not plan)
 
-    def after_step(self, scheduler: "Scheduler", news: object) -> None:
-        """Take in what the worker found."""
+    def after_step(self, scheduler: "Scheduler", orders: CheckOrders | None, news: object) -> None:
+        """Take in what the worker found in the step of these orders."""
         if not isinstance(news, WorkerNews):
             return
         self.counts = news.counts
@@ -82,6 +88,24 @@ class Guard:
                 fault = self._refined(found)
                 self._found[fault.cause] += 1
                 self._flag(scheduler, request_id, fault)
+        if orders is not None and (seen := news.verdict.read()):
+            self._judge(scheduler, orders, seen)
+
+    def _judge(self, scheduler: "Scheduler", orders: CheckOrders, seen: Mapping[str, Sighting]) -> None:
+        """Flag those in whom a device found something, and those who read what these were to write."""
+        ledger = self.ledger
+        assert isinstance(ledger, GenerationLedger)
+        found = {
+            r: explained(ledger, r, sighting, self._sizes[sighting.group]) for r, sighting in seen.items()
+        }
+        while found:
+            fresh = {r: f for r, f in found.items() if r not in self._ending and _alive(scheduler, r)}
+            found = {}
+            for request_id, fault in fresh.items():
+                self._found[fault.cause] += 1
+                self._flag(scheduler, request_id, fault)
+                computed, _ = orders.plan.get(request_id, (0, 0))
+                found |= misled(ledger, request_id, computed, self._sizes)
 
     def ending(self, scheduler: "Scheduler") -> dict[str, PageFault]:
         """Requests that are to end with this step, and why."""
@@ -110,6 +134,30 @@ class Guard:
                 "found": f"{fault.found:#x}" if fault.found != NO_TAG else "none",
             },
         )
+
+
+def explained(ledger: GenerationLedger, request_id: str, sighting: Sighting, size: int) -> PageFault:
+    row = ledger.row(request_id, sighting.group)
+    given, tags = [page for page, _ in row], [tag for _, tag in row]
+    return explain(sighting.finding, sighting.where, sighting.page, given, tags, size, ledger.tag_if_page)
+
+
+def misled(
+    ledger: GenerationLedger, request_id: str, computed: int, sizes: Sequence[int]
+) -> dict[str, PageFault]:
+    """Others who have pages that this request was to write, and did not: in the step in which it was flagged,
+    or in those that are under way since.
+
+    Args:
+        computed: tokens of the request before that step.
+    """
+    faults: dict[str, PageFault] = {}
+    for group, size in enumerate(sizes):
+        for page, tag in ledger.row(request_id, group)[computed // size :]:
+            if ledger.writer(page) == request_id:
+                fault = PageFault(IntegrityCause.STALE_PREFIX, page, tag, NO_TAG)
+                faults |= dict.fromkeys(ledger.owners(page) - {request_id}, fault)
+    return faults
 
 
 def _alive(scheduler: "Scheduler", request_id: str) -> bool:

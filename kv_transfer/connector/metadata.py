@@ -16,6 +16,7 @@ from kv_transfer.api.handoff import HandoffReport, Ticket
 from kv_transfer.api.integrity import IntegrityCause, PageFault
 from kv_transfer.integrity.checker import CheckCounts
 from kv_transfer.integrity.delta import LedgerDelta
+from kv_transfer.integrity.device import NOTHING_SEEN, Seen, Verdict
 from kv_transfer.integrity.prestep import Rights
 
 
@@ -91,6 +92,8 @@ class WorkerNews(KVConnectorWorkerMetadata):
     """By decode request id, for transfers that ended in this step."""
     faults: dict[str, PageFault] = field(default_factory=dict)
     """Requests that must end: their pages are not what they were given."""
+    verdict: Verdict | Seen = NOTHING_SEEN
+    """The same from a device, not yet explained; see `integrity.device`."""
     refused: list[IntegrityCause] = field(default_factory=list)
     """Clearing and copying of pages that was ordered and not done."""
     counts: CheckCounts = field(default_factory=CheckCounts)
@@ -116,6 +119,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
         return WorkerNews(
             merged,
             {**other.faults, **self.faults},
+            Seen({**other.verdict.read(), **self.verdict.read()}),
             self.refused + other.refused,
             max(self.counts, other.counts, key=lambda counts: (counts.unchecked, counts.seconds)),
         )

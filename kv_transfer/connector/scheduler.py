@@ -65,13 +65,13 @@ class _Telling(Scheduler):
     def _end_flagged(self, step: "SchedulerOutput", result: "ModelRunnerOutput") -> None:
         """vLLM drops the tokens of requests whose pages did not arrive, and ends those without a grammar."""
         told = result.kv_connector_output
-        self._guard.after_step(self, told.kv_connector_worker_meta if told is not None else None)
+        check = orders_of(step)
+        self._guard.after_step(self, check, told.kv_connector_worker_meta if told is not None else None)
         self._ending = self._guard.ending(self)
         if self._ending:
             self.grammar_compile_error_reqs |= self._ending.keys()
             if told is not None:
                 told.failed_recving = {*(told.failed_recving or ()), *self._ending}
-        check = orders_of(step)
         if check is not None and check.emptied and self.defer_block_free:
             # vLLM counted the step when it was scheduled, and does not when it is done: nothing is in it.
             self.processed_step_seq += 1

@@ -48,7 +48,11 @@ class _Sending:
 
 
 class SchedulerSide:
-    def __init__(self, config: ConnectorConfig, block_size: int) -> None:
+    def __init__(self, config: ConnectorConfig, block_size: int, *, tables: bool) -> None:
+        """
+        Args:
+            tables: whether the worker checks each step's tables.
+        """
         self._block_size = block_size
         self._receiving: dict[str, _Receiving] = {}
         self._sending: dict[str, _Sending] = {}
@@ -56,7 +60,6 @@ class SchedulerSide:
         self._gauges = GaugeServer(config.gauges_endpoint, config.membership())
         self._integrity = config.integrity
         self.guard = Guard()
-        tables = config.checks_tables
         self._gauges.bind_integrity(
             lambda: (self.guard.mismatches(), self.guard.counts, self.guard.coverage(tables=tables))
         )

@@ -1,7 +1,7 @@
 """The check's part in a step of the worker: on the tensors that the kernels are about to get.
 
 On CPU, `start_load_kv` runs before the forward and nothing has copied the tables by then. On CUDA they are
-copied before it, so nothing is checked there: the scheduler's half works, and the steps count as unchecked.
+copied before it: see `device_check.py`.
 """
 
 import logging
@@ -13,6 +13,7 @@ from kv_transfer.api.integrity import IntegrityCause, PageFault
 from kv_transfer.connector.layout import UnsupportedCache
 from kv_transfer.connector.metadata import CheckOrders
 from kv_transfer.integrity.checker import CheckCounts, Checker
+from kv_transfer.integrity.device import NOTHING_SEEN, DeviceChecker, Seen, Verdict
 from kv_transfer.integrity.prestep import Copy, judge
 from kv_transfer.integrity.shadow import GroupShape
 from kv_transfer.integrity.tags import NO_TAG
@@ -50,13 +51,19 @@ def shapes_of(cache: "KVCacheConfig") -> list[GroupShape]:
 
 class StepCheck:
     def __init__(
-        self, cache: "KVCacheConfig", *, checked: bool, now: Callable[[], float] = time.monotonic
+        self,
+        cache: "KVCacheConfig",
+        *,
+        checked: bool,
+        now: Callable[[], float] = time.monotonic,
+        on_device: DeviceChecker | None = None,
     ) -> None:
         """
         Args:
             checked: whether this worker's tables can be checked; else its steps are counted.
+            on_device: where the tables lie on a device.
         """
-        self._checker = Checker(cache.num_blocks, shapes_of(cache) if checked else [], now=now)
+        self._checker = on_device or Checker(cache.num_blocks, shapes_of(cache) if checked else [], now=now)
         self._layers = [tuple(group.layer_names) for group in cache.kv_cache_groups]
         self._checked = checked
         self._runner: Any = None
@@ -75,14 +82,16 @@ class StepCheck:
         """
         if not self._checked:
             return
-        tables = runner.input_batch.block_table.block_tables
-        for shape, table in zip(self._checker.shadow.shapes, tables, strict=True):
-            if table.block_size != shape.block_size:
-                raise UnsupportedCache(
-                    f"kernels read pages of {table.block_size} tokens, the scheduler gives pages of "
-                    f"{shape.block_size}: tables cannot be checked; `integrity: off` serves without checks"
-                )
+        self._require_sizes([table.block_size for table in runner.input_batch.block_table.block_tables])
         self._runner = runner
+
+    def _require_sizes(self, sizes: Sequence[int]) -> None:
+        for shape, size in zip(self._checker.shadow.shapes, sizes, strict=True):
+            if size != shape.block_size:
+                raise UnsupportedCache(
+                    f"kernels read pages of {size} tokens, the scheduler gives pages of {shape.block_size}: "
+                    "tables cannot be checked; `integrity: off` serves without checks"
+                )
 
     def before_step(
         self, orders: CheckOrders, clear: Sequence[int], copies: Sequence[Copy]
@@ -114,6 +123,7 @@ class StepCheck:
             for tables in _tables_of(layers, metadata, context.slot_mapping)
         ]
         batch = self._runner.input_batch
+        assert isinstance(self._checker, Checker)
         faults = self._checker.check(groups, batch.req_ids[: batch.num_reqs], orders.plan)
         self._faults |= faults
         return set(self._faults)
@@ -127,6 +137,14 @@ class StepCheck:
             if known[page] != tag:
                 return PageFault(IntegrityCause.STALE_TRANSFER, page, tag, int(known[page]))
         return None
+
+    def verdict(self) -> Verdict | Seen:
+        """Of the step that is under way, from a device that is not waited for."""
+        return NOTHING_SEEN
+
+    def take_verdict(self) -> Verdict | Seen:
+        """The same, when the step has been queued."""
+        return NOTHING_SEEN
 
     def fault(self, request_id: str, fault: PageFault) -> None:
         """Found outside a forward."""

@@ -24,6 +24,7 @@ from kv_transfer.connector.layout import read_layout
 from kv_transfer.connector.metadata import SendProgress, StepOrders, WorkerAddress, WorkerNews
 from kv_transfer.connector.receiver import Outcome
 from kv_transfer.connector.step_check import StepCheck
+from kv_transfer.integrity.device import NOTHING_SEEN, Seen, Verdict
 from kv_transfer.testing.faults import Faults
 from kv_transfer.transport.lane import Fence
 
@@ -49,8 +50,22 @@ class _Table:
     page_ids: tuple[int, ...]
     computed_tokens: int
     prompt_tokens: int
+    request_id: str = ""
+    verdict: Verdict | Seen = NOTHING_SEEN
+    """Of the step that wrote to the pages last, where it comes later than the step."""
     shipped_pages: int = 0
     """Of the wanted pages, how many have left."""
+
+
+class JudgedFence(Fence):
+    """What a flagged request computed is not shipped; on a device that is known behind the step."""
+
+    def __init__(self, device: torch.device, verdict: Verdict | Seen, request_id: str) -> None:
+        super().__init__(device)
+        self._verdict, self._request_id = verdict, request_id
+
+    def void(self) -> bool:
+        return self._request_id in self._verdict.read()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +177,7 @@ class WorkerSide:
     def take_news(self) -> WorkerNews:
         reports, self._reports = self._reports, {}
         faults, refused = self.check.take()
-        return WorkerNews(reports, faults, refused, self.check.counts)
+        return WorkerNews(reports, faults, self.check.take_verdict(), refused, self.check.counts)
 
     def _running(self) -> Courier:
         courier = self._courier
@@ -180,12 +195,13 @@ class WorkerSide:
     def _note(self, progress: SendProgress) -> None:
         table = self._tables.get(progress.transfer_id)
         if table is None:
-            self._tables[progress.transfer_id] = _Table(
-                progress.page_ids, progress.computed_tokens, progress.prompt_tokens
+            table = self._tables[progress.transfer_id] = _Table(
+                progress.page_ids, progress.computed_tokens, progress.prompt_tokens, progress.request_id
             )
         else:
             table.page_ids = progress.page_ids
             table.computed_tokens = progress.computed_tokens
+        table.verdict = self.check.verdict()
 
     def _ship_ready(
         self, courier: Courier, transfer_id: str, table: _Table, first_page: int, wanted: int
@@ -203,7 +219,8 @@ class WorkerSide:
             page_ids = self._faults.pages(transfer_id, table.page_ids[start:end])
             data = self._codec.encode(self._caches, page_ids)
             table.shipped_pages += end - start
-            fence = self._faults.fence(transfer_id, Fence(data.device))
+            judged = JudgedFence(data.device, table.verdict, table.request_id)
+            fence = self._faults.fence(transfer_id, judged)
             courier.sender.ship(transfer_id, start, end - start, data, fence)
 
     def _finish_receive(self, courier: Courier, outcome: Outcome, finished: Finished) -> None:

@@ -7,18 +7,15 @@ whoever reads them, found by their hash while the step was scheduled, is flagged
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
-from typing import Final
 
 import numpy as np
 
-from kv_transfer.api.integrity import IntegrityCause, PageFault
+from kv_transfer.api.integrity import PageFault
+from kv_transfer.integrity.causes import NOWHERE, explain
 from kv_transfer.integrity.delta import LedgerDelta
 from kv_transfer.integrity.glance import Glance
 from kv_transfer.integrity.shadow import STALE, Bools, GroupShape, Int32s, Int64s, Shadow
-from kv_transfer.integrity.tags import NO_TAG
-from kv_transfer.integrity.verify import NULL_PAGE, Batch, Finding, Tables, check_numpy, contain, starts_of
-
-_NOWHERE: Final = PageFault(IntegrityCause.SHIFTED, -1, NO_TAG, NO_TAG)
+from kv_transfer.integrity.verify import Batch, Finding, Tables, check_numpy, contain, starts_of
 
 
 @dataclass(slots=True)
@@ -45,7 +42,7 @@ class _Judgement:
     faults: dict[str, PageFault] = field(default_factory=dict)
 
 
-class _Roll:
+class Roll:
     """Puts what was ordered into the order of the tables' rows. What stays from step to step is kept."""
 
     def __init__(self, shadow: Shadow) -> None:
@@ -78,7 +75,7 @@ class Checker:
         """
         self.shadow = Shadow(pages, groups)
         self.counts = CheckCounts()
-        self._roll = _Roll(self.shadow)
+        self._roll = Roll(self.shadow)
         self._glances = [
             Glance(rows, shape) for rows, shape in zip(self.shadow.rows, self.shadow.shapes, strict=True)
         ]
@@ -147,26 +144,15 @@ class Checker:
         return judgement.flagged & ~before
 
     def _explain(self, group: int, slot: int, finding: Int32s) -> PageFault:
+        if slot < 0:
+            return NOWHERE
         code, where, page = finding.tolist()
-        if code == Finding.LENGTH or slot < 0:
-            return _NOWHERE
-        rows, size = self.shadow.rows[group], self.shadow.shapes[group].block_size
-        index = where if code == Finding.READ else where // size
-        known = index < rows.tags.shape[1]
-        expected = int(rows.tags[slot, index]) if known else NO_TAG
-        real = 0 <= page < len(self.shadow.tags)
-        found = int(self.shadow.tags[page]) if real else NO_TAG
-        if code == Finding.WRITE:
-            return PageFault(IntegrityCause.UNEXPECTED_WRITE, page, expected, found)
-        if known and page == rows.given[slot, index] and page != STALE:
-            # The right page, and not what it was: its writer never wrote it, or it changed hands.
-            cause = IntegrityCause.STALE_PREFIX if found == NO_TAG else IntegrityCause.REALLOCATED
-        elif page == NULL_PAGE or not real:
-            cause = IntegrityCause.FREED
-        else:
-            mine = (rows.given[slot] == page).any()
-            cause = IntegrityCause.SHIFTED if mine else IntegrityCause.REALLOCATED
-        return PageFault(cause, page, expected, found)
+        rows, shape = self.shadow.rows[group], self.shadow.shapes[group]
+        given, tags = rows.given[slot].tolist(), rows.tags[slot].tolist()
+        return explain(Finding(code), where, page, given, tags, shape.block_size, self._tag_of)
+
+    def _tag_of(self, page: int) -> int | None:
+        return int(self.shadow.tags[page]) if 0 <= page < len(self.shadow.tags) else None
 
     def _revoke_writes(self, batch: Batch, flagged: Bools) -> None:
         ends = batch.computed + np.diff(batch.starts)

@@ -69,6 +69,10 @@ class GenerationLedger:
     def tag(self, page: int) -> int:
         return self._tags[page]
 
+    def tag_if_page(self, page: int) -> int | None:
+        """None for what is no page."""
+        return self._tags[page] if 0 <= page < len(self._tags) else None
+
     def is_free(self, page: int) -> bool:
         return bool(self._free[page])
 

@@ -54,18 +54,23 @@ class GroupRows:
         """[slots]: whether the row changed since this was last reset; for one who keeps copies of rows."""
         self.version = 0
         """Counts changes."""
+        self.edits: list[tuple[int, int, int]] | None = None
+        """Entries (slot, start, end) that were written to, for one who keeps a copy of them and empties this;
+        None: nobody does."""
 
-    def change(self, slot: int | Bools) -> None:
-        """To be told whenever a row was written to."""
+    def change(self, slot: int, start: int, end: int) -> None:
+        """To be told whenever entries were written to."""
         self.changed[slot] = True
         self.version += 1
+        if self.edits is not None:
+            self.edits.append((slot, start, end))
 
     def clear(self, slot: int, start: int = 0, end: int | None = None) -> None:
         self.pages[slot, start:end] = STALE
         self.given[slot, start:end] = STALE
         self.tags[slot, start:end] = NO_TAG
         self.own[slot, start:end] = False
-        self.change(slot)
+        self.change(slot, start, self.pages.shape[1] if end is None else end)
 
     def widen(self, slots: int, width: int) -> None:
         """Make room; what is there stays."""
@@ -101,6 +106,11 @@ class Shadow:
 
     def __len__(self) -> int:
         return len(self._slots)
+
+    @property
+    def room(self) -> int:
+        """Slots, vacant ones too."""
+        return len(self.rows[0].pages)
 
     def slot(self, request_id: str) -> int:
         """Where the request's rows lie; -1 for one that was never told."""
@@ -142,7 +152,8 @@ class Shadow:
             for rows in self.rows:
                 lost = np.isin(rows.given, held) & (rows.tags != self._current(rows.given))
                 rows.pages[lost] = STALE
-                rows.change(lost.any(axis=1))
+                for where, index in np.argwhere(lost).tolist():
+                    rows.change(where, index, index + 1)
 
     def _current(self, pages: Int32s) -> Int64s:
         tags: Int64s = self.tags[np.maximum(pages, 0)]
@@ -163,7 +174,7 @@ class Shadow:
         rows.tags[slot, grown.start : end] = tags
         rows.own[slot, grown.start : end] = grown.own
         rows.pages[slot, grown.start : end] = np.where(self._current(given) == tags, given, STALE)
-        rows.change(slot)
+        rows.change(slot, grown.start, end)
         self._hold(given, 1)
 
     def _vacate(self) -> int:

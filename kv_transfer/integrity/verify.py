@@ -11,6 +11,7 @@ first (`Finding`), where, and the page that was found there.
 
     LENGTH   the row's sequence length, or its place in the batch, is not the expected one; where: the length
     READ     where: logical index of the first page in the read range that is not the request's
+    POISONED the row was flagged in an earlier step, or in another group; on a device only (`RowTensors`)
     WRITE    where: position of the first token that would be written elsewhere, or to another's page
 
 Pages beyond the read range, rows beyond the batch and tokens beyond its last row are padding, and ignored.
@@ -38,6 +39,7 @@ class Finding(IntEnum):
     LENGTH = 1
     READ = 2
     WRITE = 3
+    POISONED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +185,8 @@ class RowTensors:
     tags: torch.Tensor
     pages: torch.Tensor
     own: torch.Tensor
+    poison: torch.Tensor
+    """uint8 [slots]: not 0 once the row was flagged, until its slot is given to another request."""
 
 
 def check_torch(tables: Tables, batch: Batch, rows: RowTensors, shape: GroupShape) -> torch.Tensor:
@@ -235,6 +239,22 @@ def check_torch(tables: Tables, batch: Batch, rows: RowTensors, shape: GroupShap
         finding = torch.stack([torch.full_like(found, code), where, page], dim=1)
         findings = torch.where(bad[:, None], finding, findings)
     return findings.clamp(max=_FAR).int()
+
+
+def judge_torch(
+    tables: Tables, batch: Batch, rows: RowTensors, shape: GroupShape, *, contain: bool
+) -> torch.Tensor:
+    """As `verify_triton.check_triton`: findings, poison, and the masks if they are wanted."""
+    findings = check_torch(tables, batch, rows, shape)
+    known = batch.slots >= 0
+    poisoned = known & (rows.poison[batch.slots] != 0) & (findings[:, 0] == Finding.NOTHING)
+    findings[:, 0] = torch.where(poisoned, Finding.POISONED, findings[:, 0])
+    flagged = findings[:, 0] != Finding.NOTHING
+    poison = (flagged & known).to(torch.uint8)
+    rows.poison.scatter_reduce_(0, batch.slots.clamp(min=0), poison, "amax")
+    if contain:
+        _contain_torch(tables, batch, flagged)
+    return findings
 
 
 def _read_range(batch: Batch, shape: GroupShape) -> tuple[torch.Tensor, torch.Tensor]:

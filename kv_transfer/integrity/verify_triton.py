@@ -25,7 +25,7 @@ def check_triton(
     contain: bool,
     block: int = _BLOCK,
 ) -> torch.Tensor:
-    """Findings, int32 [rows, 3].
+    """Findings, int32 [rows, 3]. Rows with a finding are poisoned: they have one in every later step, too.
 
     Args:
         contain: mask what flagged rows would read and write, in place.
@@ -47,6 +47,7 @@ def check_triton(
             batch.starts,
             rows.pages,
             rows.own.view(torch.uint8),
+            rows.poison,
             rows.pages.stride(0),
             rows.pages.shape[1],
             findings,
@@ -72,6 +73,7 @@ def _check_row(  # noqa: PLR0915, PLR0917
     starts: Any,
     pages: Any,
     own: Any,
+    poison: Any,
     pages_stride: Any,
     pages_width: Any,
     findings: Any,
@@ -128,7 +130,11 @@ def _check_row(  # noqa: PLR0915, PLR0917
     written = tl.load(slot_mapping + last, mask=last < slot_count, other=-1)
     written_page = tl.where(written >= 0, tl.minimum(written // size, far), -1)
 
-    code = tl.where(wrong_length, 1, tl.where(first != far, 2, tl.where(position != far, 3, 0)))
+    known = slot >= 0
+    poisoned = tl.load(poison + slot, mask=known, other=0) != 0
+    code = tl.where(first != far, 2, tl.where(position != far, 3, tl.where(poisoned, 4, 0)))
+    code = tl.where(wrong_length, 1, code)
+    tl.store(poison + slot, tl.full((), 1, tl.uint8), mask=known & (code != 0))
     where = tl.where(code == 1, seq_len, tl.where(code == 2, first, tl.where(code == 3, position, 0)))
     page = tl.where(code == 1, -1, tl.where(code == 2, found, tl.where(code == 3, written_page, 0)))
     tl.store(findings + row * 3, code)

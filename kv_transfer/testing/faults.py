@@ -59,6 +59,9 @@ class HeldFence(Fence):
     ) -> None:
         self._fence, self._holds, self._transfer_id, self._sleep = fence, holds, transfer_id, sleep
 
+    def void(self) -> bool:
+        return self._fence.void()
+
     def wait(self) -> None:
         self._fence.wait()
         for _ in range(int(LONGEST_S / LOOK_EVERY_S)):

@@ -52,7 +52,7 @@ def write_beside(step: Step, rnd: random.Random) -> None:
 def write_to_a_shared_page(step: Step, rnd: random.Random) -> None:
     slot = rnd.randrange(len(step.names))
     step.shadow.rows[0].own[slot] = False
-    step.shadow.rows[0].change(slot)
+    step.shadow.rows[0].change(slot, 0, step.shadow.rows[0].pages.shape[1])
 
 
 def change_a_length(step: Step, rnd: random.Random) -> None:

@@ -35,7 +35,8 @@ class Step:
         """The shadow's rows; copies."""
         rows = self.shadow.rows[0]
         arrays = (self.shadow.tags, rows.tags, rows.pages, rows.own)
-        return RowTensors(*(torch.from_numpy(a.copy()) for a in arrays))
+        poison = torch.zeros(len(rows.pages), dtype=torch.uint8)
+        return RowTensors(*(torch.from_numpy(a.copy()) for a in arrays), poison)
 
 
 def a_step(rnd: random.Random, *, rows: int = 6, window: int | None = None, size: int = 4) -> Step:

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from kv_transfer.connector.device_check import DeviceCheck, tables_of
 from kv_transfer.connector.guard import orders_of
 from kv_transfer.connector.metadata import WorkerNews
 from kv_transfer.connector.step_check import StepCheck
 from kv_transfer.integrity.ledger import GenerationLedger
 from kv_transfer.integrity.shadow import GroupShape
-from kv_transfer.integrity.verify import Tables
+from kv_transfer.integrity.verify import Tables, judge_torch
 from tests.support.members import membership_file
 from tests.support.real_scheduler import (
     BLOCK,
@@ -68,13 +69,24 @@ class Answer:
 
 
 class ToyEngine:
-    def __init__(self, config: Any, pages: int, kind: type, *, in_flight: int = 1) -> None:
+    def __init__(
+        self, config: Any, pages: int, kind: type, *, in_flight: int = 1, on_device: bool = False
+    ) -> None:
+        """
+        Args:
+            on_device: what is wrong is known only with the step's tokens, as on CUDA.
+        """
         cache = cache_config(pages)
         self.scheduler = scheduler_of(kind, config, cache)
         self.scheduler.defer_block_free = in_flight > 1
         self.pool = self.scheduler.kv_cache_manager.block_pool
         self.guard = self.scheduler.connector.guard
-        self.check = StepCheck(cache, checked=True, now=lambda: 0.0)
+        self.on_device = on_device
+        self.check = (
+            DeviceCheck(cache, torch.device("cpu"), judge_torch, now=lambda: 0.0)
+            if on_device
+            else StepCheck(cache, checked=True, now=lambda: 0.0)
+        )
         self.in_flight = in_flight
         self.keeper = TableKeeper((GroupShape(BLOCK),))
         self.content = np.zeros((pages, BLOCK), np.int64)
@@ -89,7 +101,9 @@ class ToyEngine:
             num_reqs=0,
             block_table=SimpleNamespace(block_tables=[SimpleNamespace(block_size=BLOCK)]),
         )
-        self.check.bind_runner(SimpleNamespace(input_batch=self.batch))
+        self.check.bind_runner(
+            SimpleNamespace(input_batch=self.batch, block_tables=SimpleNamespace(block_sizes=[BLOCK]))
+        )
         self._hasher = hasher()
         self._flying: deque[tuple[Any, Any]] = deque()
 
@@ -156,10 +170,15 @@ class ToyEngine:
         context = SimpleNamespace(
             attn_metadata={LAYER: metadata} if plan else None, slot_mapping={LAYER: metadata.slot_mapping}
         )
+        if isinstance(self.check, DeviceCheck):
+            runs = SimpleNamespace(seq_lens=metadata.seq_lens, query_start_loc=metadata.query_start_loc)
+            seen = tables_of(runs, [metadata.block_table], [metadata.slot_mapping])
+            self.check.check_tables(list(plan), seen)
         self.check.before_forward(orders, context)
         tokens = self._forward(tables, plan)
         faults, refused = self.check.take()
-        told = KVConnectorOutput(kv_connector_worker_meta=WorkerNews({}, faults, refused, self.check.counts))
+        news = WorkerNews({}, faults, self.check.take_verdict(), refused, self.check.counts)
+        told = KVConnectorOutput(kv_connector_worker_meta=news)
         return output_of(step, tokens, told)
 
     def _forward(self, tables: Tables, plan: dict[str, tuple[int, int]]) -> dict[str, list[int]]:

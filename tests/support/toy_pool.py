@@ -1,5 +1,6 @@
 """A page pool in forty lines, that tells ledgers of its changes in the order in which the real one does."""
 
+import random
 from collections import Counter, deque
 from typing import Any
 
@@ -131,3 +132,20 @@ class ToyPool:
 
     def key_of(self, page: int) -> str:
         return next((k for k, p in self.hashes.items() if p == page), "")
+
+
+def random_step(rnd: random.Random, pool: ToyPool, count: int) -> None:
+    """One to three things that lawful requests do; the second of two groups has a window."""
+    for _ in range(rnd.randrange(1, 4)):
+        name = rnd.choice(sorted(pool.tables)) if pool.tables else ""
+        act = rnd.randrange(6) if name else 0
+        if act == 0:
+            pool.admit(f"r{count}.{rnd.random()}", rnd.randrange(1, 3), rnd.randrange(1, 3))
+        elif act == 1:
+            pool.extend(name, 1)
+        elif act == 2:
+            pool.slide(name, 1, rnd.randrange(1, 4), then_extend=rnd.randrange(2))
+        elif act == 3:
+            pool.publish(name, rnd.randrange(3))
+        else:
+            pool.finish(name)

@@ -69,7 +69,8 @@ def engine_args(
 
 
 def _worker(device: Device) -> dict[str, Any]:
-    return {"worker_cls": "kv_transfer.connector.worker.PhasegateCPUWorker"} if device == "cpu" else {}
+    of_device = {"cpu": "worker.PhasegateCPUWorker", "cuda": "worker_cuda.PhasegateGPUWorker"}
+    return {"worker_cls": f"kv_transfer.connector.{of_device[device]}"}
 
 
 def _scheduling(device: Device) -> dict[str, Any]:

@@ -33,12 +33,15 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
 def engine_of(configs: dict[bool, Any]) -> Iterator[Engines]:
     made: list[ToyEngine] = []
 
-    def make(*, integrity: bool = True, pages: int = 40, ahead: bool = False) -> ToyEngine:
+    def make(
+        *, integrity: bool = True, pages: int = 40, ahead: bool = False, on_device: bool = False
+    ) -> ToyEngine:
         for engine in made:
             engine.close()  # one endpoint, one engine
         made.clear()
         kind = PhasegateAsyncScheduler if ahead else PhasegateScheduler
-        made.append(ToyEngine(configs[integrity], pages, kind, in_flight=2 if ahead else 1))
+        in_flight = 2 if ahead else 1
+        made.append(ToyEngine(configs[integrity], pages, kind, in_flight=in_flight, on_device=on_device))
         return made[0]
 
     yield make
@@ -109,6 +112,18 @@ AFTER = {"chunk": 1, "decode": 75, "later decode": 80}
 """Tokens of the victim before the fault. Prompts come in chunks: 128 tokens fit one step."""
 
 
+PLACES = pytest.mark.parametrize(
+    "place",
+    [
+        {"ahead": False, "on_device": False},
+        {"ahead": True, "on_device": False},
+        {"ahead": False, "on_device": True},
+        {"ahead": True, "on_device": True},
+    ],
+    ids=["one step", "two steps in flight", "on a device", "on a device, two steps in flight"],
+)
+
+
 def answers(engine: ToyEngine, mischief: Any = None) -> dict[str, list[int]]:
     engine.mischief = mischief
     for name, prompt in PROMPTS.items():
@@ -118,15 +133,15 @@ def answers(engine: ToyEngine, mischief: Any = None) -> dict[str, list[int]]:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("ahead", [False, True], ids=["one step", "two steps in flight"])
+@PLACES
 @pytest.mark.parametrize("after", ["decode", "later decode"])
 @pytest.mark.parametrize("fault", ENDS)
 def test_the_victim_ends_alone_with_the_cause(
-    engine_of: Engines, fault: str, after: str, ahead: bool
+    engine_of: Engines, fault: str, after: str, place: dict[str, bool]
 ) -> None:
     do, cause = ENDS[fault]
-    right = answers(engine_of(ahead=ahead))
-    engine = engine_of(ahead=ahead)
+    right = answers(engine_of(**place))
+    engine = engine_of(**place)
     got = answers(engine, Once(do, AFTER[after]))
 
     found = PageFault.from_params(engine.answers["a"].params)
@@ -177,8 +192,11 @@ def test_an_entry_beyond_the_read_range_is_not_flagged_and_changes_nothing(engin
 
 
 @pytest.mark.timeout(60)
+@PLACES
 @pytest.mark.parametrize("fault", ["first entry", "foreign write"])
-def test_a_fault_in_a_prompt_that_is_computed_in_pieces(engine_of: Engines, fault: str) -> None:
+def test_a_fault_in_a_prompt_that_is_computed_in_pieces(
+    engine_of: Engines, fault: str, place: dict[str, bool]
+) -> None:
     """The victim's second piece; b decodes by then."""
     do, cause = ENDS[fault]
 
@@ -190,8 +208,8 @@ def test_a_fault_in_a_prompt_that_is_computed_in_pieces(engine_of: Engines, faul
         engine.run()
         return {name: answer.tokens for name, answer in engine.answers.items()}
 
-    right = life(engine_of(), None)
-    engine = engine_of()
+    right = life(engine_of(**place), None)
+    engine = engine_of(**place)
     got = life(engine, Once(do, 100))
 
     assert got == {"a": [], "b": right["b"]}
@@ -328,8 +346,11 @@ def test_a_wrong_prefix_hash_is_not_followed_and_the_request_answers_right(
 
 
 @pytest.mark.timeout(60)
-def test_two_equal_prompts_whole_pages_and_a_late_hit_raise_nothing(engine_of: Engines) -> None:
-    engine = engine_of()
+@PLACES
+def test_two_equal_prompts_whole_pages_and_a_late_hit_raise_nothing(
+    engine_of: Engines, place: dict[str, bool]
+) -> None:
+    engine = engine_of(**place)
     for name in ("one", "two"):
         engine.add(name, [8] * 70, salt="s")
     engine.add("whole", [3] * 3 * BLOCK, salt="s")
@@ -344,7 +365,10 @@ def test_two_equal_prompts_whole_pages_and_a_late_hit_raise_nothing(engine_of: E
 
 
 @pytest.mark.timeout(60)
-def test_who_hit_what_a_flagged_request_was_to_write_ends_too(engine_of: Engines) -> None:
+@PLACES
+def test_who_hit_what_a_flagged_request_was_to_write_ends_too(
+    engine_of: Engines, place: dict[str, bool]
+) -> None:
     """Equal prompts admitted in one step: the second reads pages that the first writes in that forward."""
 
     def flip(engine: ToyEngine, step: Any, tables: Tables) -> None:
@@ -354,7 +378,7 @@ def test_who_hit_what_a_flagged_request_was_to_write_ends_too(engine_of: Engines
             tables.block_table[row, 0] = engine.keeper.tables["b"][0][0]
 
     done: list[int] = []
-    engine = engine_of()
+    engine = engine_of(**place)
     engine.add("b", PROMPTS["b"], salt="b")
     engine.step()
     engine.mischief = flip

@@ -32,7 +32,7 @@ def endpoint(tmp_path: Path) -> str:
 
 @pytest.fixture
 def side(endpoint: str, tmp_path: Path) -> Iterator[SchedulerSide]:
-    side = SchedulerSide(config_of(endpoint, tmp_path), BLOCK)
+    side = SchedulerSide(config_of(endpoint, tmp_path), BLOCK, tables=True)
     yield side
     side.close()
 
@@ -194,26 +194,22 @@ def test_gauges_are_answered_while_the_engine_does_nothing(side: SchedulerSide, 
 
 
 @pytest.mark.parametrize(
-    ("change", "watches", "coverage"),
+    ("change", "tables", "coverage"),
     [
         ({}, True, Coverage(ledger="generation", checked=LEDGER_CHECKS + TABLE_CHECKS, unchecked=())),
-        (
-            {"backend": "nccl"},
-            True,
-            Coverage(ledger="generation", checked=LEDGER_CHECKS, unchecked=TABLE_CHECKS),
-        ),
+        ({}, False, Coverage(ledger="generation", checked=LEDGER_CHECKS, unchecked=TABLE_CHECKS)),
         ({"integrity": False}, False, NOTHING_CHECKED),
     ],
 )
 def test_gauges_tell_what_of_the_pages_is_checked(
-    change: dict[str, Any], watches: bool, coverage: Coverage, endpoint: str, tmp_path: Path
+    change: dict[str, Any], tables: bool, coverage: Coverage, endpoint: str, tmp_path: Path
 ) -> None:
     scheduler = scheduler_of(Scheduler, engine_config(tmp_path), cache_config(9, (None,)))
-    side = SchedulerSide(config_of(endpoint, tmp_path, **change), BLOCK)
+    side = SchedulerSide(config_of(endpoint, tmp_path, **change), BLOCK, tables=tables)
     try:
         assert asked(endpoint).coverage == NOTHING_CHECKED, "nobody watches the pages yet"
         side.bind_manager(scheduler.kv_cache_manager)
-        assert isinstance(side.guard.ledger, GenerationLedger) == watches
+        assert isinstance(side.guard.ledger, GenerationLedger) == ("integrity" not in change)
         assert asked(endpoint).coverage == coverage
     finally:
         side.close()

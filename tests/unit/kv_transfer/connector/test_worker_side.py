@@ -22,7 +22,9 @@ from kv_transfer.connector.metadata import CheckOrders, Held, ReceiveOrder, Send
 from kv_transfer.connector.step_check import StepCheck
 from kv_transfer.connector.worker_side import CourierDied, WorkerSide
 from kv_transfer.integrity.delta import LedgerDelta
+from kv_transfer.integrity.device import Seen, Sighting
 from kv_transfer.integrity.prestep import Rights
+from kv_transfer.integrity.verify import Finding
 from tests.support.members import MEMBERSHIP, membership_file
 from tests.support.real_scheduler import cache_config
 
@@ -340,6 +342,31 @@ def test_what_a_flagged_request_computed_is_not_shipped(pair: tuple[Worker, Work
     prefill.side.check_step(orders, SimpleNamespace(attn_metadata={"layer0": None}, slot_mapping={}))
     prefill.side.after_forward(orders)
     until((prefill, decode), lambda: decode.received == ["d-t"])
+
+
+class Late(StepCheck):
+    """What is wrong is known behind the step."""
+
+    def verdict(self) -> Seen:
+        return Seen({"r": Sighting(0, Finding.READ, 0, 3)})
+
+
+def test_what_turns_out_to_be_wrong_behind_the_step_is_not_received_and_the_next_is(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    prefill.side.check = Late(NO_CACHE, checked=False)
+    for number, (transfer_id, request_id) in enumerate((("t", "r"), ("u", "s"))):
+        prefill.step(announced(transfer_id))
+        decode.step(asked(transfer_id, prefill, (7 + number,)))
+        prefill.write(3 + number, 1.0)
+        progress = SendProgress(transfer_id, (3 + number,), BLOCK, BLOCK, request_id)
+        prefill.step(StepOrders(progress=[progress]))
+        until((prefill, decode), lambda transfer_id=transfer_id: f"d-{transfer_id}" in decode.received)
+
+    assert decode.failed == {"d-t"}
+    assert decode.reports["d-t"].cause is TransferCause.CHECKSUM
+    assert [bool(decode.caches["layer0"][page].any()) for page in (7, 8)] == [False, True]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_transfer.integrity.verify import Finding, RowTensors, Tables, contain
+from kv_transfer.integrity.verify import Finding, RowTensors, Tables, contain, judge_torch
 from kv_transfer.integrity.verify_triton import check_triton
 from tests.support.mischief import WINDOWS, mischievous
 from tests.support.step_world import Step, a_step, slow_findings
@@ -72,6 +72,25 @@ def test_the_kernel_contains_as_the_others_do(seed: int) -> None:
     assert tables.slot_mapping.tolist() == step.tables.slot_mapping.tolist()
 
 
+@interpreted
+@pytest.mark.parametrize("seed", range(4))
+def test_who_is_poisoned_is_flagged_and_who_is_flagged_is_poisoned(seed: int) -> None:
+    step = mischievous(seed, 2, rows=4)
+    (tables, batch), (theirs, _) = step.tensors(), step.tensors()
+    rows, expected = step.rows(), step.rows()
+    for poison in (rows.poison, expected.poison):
+        poison[int(batch.slots[1])] = 1
+    by_torch = judge_torch(theirs, batch, expected, step.shape, contain=True)
+    found = check_triton(tables, batch, rows, step.shape, contain=True, block=4)
+
+    assert found.tolist() == by_torch.tolist()
+    assert found[1, 0] != Finding.NOTHING
+    assert rows.poison.tolist() == expected.poison.tolist()
+    assert set(rows.poison.nonzero()[:, 0].tolist()) == {*batch.slots[found[:, 0] != 0].tolist()} - {-1}
+    assert tables.block_table.tolist() == theirs.block_table.tolist()
+    assert tables.slot_mapping.tolist() == theirs.slot_mapping.tolist()
+
+
 @pytest.mark.gpu
 def test_the_kernel_on_a_gpu_finds_and_contains_what_the_loop_finds() -> None:
     if not torch.cuda.is_available():
@@ -82,7 +101,9 @@ def test_the_kernel_on_a_gpu_finds_and_contains_what_the_loop_finds() -> None:
         step = mischievous(seed, seed % 4, rows=6)
         tables, batch = step.tensors()
         rows = step.rows()
-        on_device = RowTensors(*(t.cuda() for t in (rows.page_tags, rows.tags, rows.pages, rows.own)))
+        on_device = RowTensors(
+            *(t.cuda() for t in (rows.page_tags, rows.tags, rows.pages, rows.own, rows.poison))
+        )
         on = [t.cuda() for t in (tables.block_table, tables.seq_lens, tables.query_start_loc)]
         on_gpu = Tables(*on, tables.slot_mapping.cuda())
         cuda_batch = type(batch)(batch.slots.cuda(), batch.computed.cuda(), batch.starts.cuda(), batch.tokens)

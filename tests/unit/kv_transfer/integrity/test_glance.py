@@ -80,6 +80,6 @@ def test_a_page_that_is_not_ones_own_any_more_is_not_written_to() -> None:
     glance, step = a_looked_at_decode_step()
     rows = step.shadow.rows[0]
     rows.own[:] = False
-    rows.change(int(step.batch.slots[0]))
+    rows.change(int(step.batch.slots[0]), 0, rows.pages.shape[1])
 
     assert not agree(glance, step)

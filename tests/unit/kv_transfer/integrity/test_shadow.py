@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kv_transfer.integrity.delta import LedgerDelta, RowGrowth
 from kv_transfer.integrity.ledger import GenerationLedger
 from kv_transfer.integrity.shadow import STALE, GroupShape, Shadow
-from tests.support.toy_pool import ToyPool
+from tests.support.toy_pool import ToyPool, random_step
 
 PAGES, GROUPS = 14, 2
 
@@ -41,19 +41,7 @@ def test_after_each_step_the_shadow_shows_what_the_ledger_knows(seed: int) -> No
     pool = ToyPool(PAGES, GROUPS, [ledger])
     shadow = Shadow(PAGES, [GroupShape(4), GroupShape(4, 8)], rows=1, width=1)
     for count in range(25):
-        for _ in range(rnd.randrange(1, 4)):
-            name = rnd.choice(sorted(pool.tables)) if pool.tables else ""
-            act = rnd.randrange(6) if name else 0
-            if act == 0:
-                pool.admit(f"r{count}.{rnd.random()}", rnd.randrange(1, 3), rnd.randrange(1, 3))
-            elif act == 1:
-                pool.extend(name, 1)
-            elif act == 2:
-                pool.slide(name, 1, rnd.randrange(1, 4), then_extend=rnd.randrange(2))
-            elif act == 3:
-                pool.publish(name, rnd.randrange(3))
-            else:
-                pool.finish(name)
+        random_step(rnd, pool, count)
         shadow.apply(ledger.take_delta())
         follows(shadow, ledger, sorted(pool.tables))
 

@@ -125,3 +125,32 @@ def test_bytes_are_not_looked_at_before_the_engines_work_on_them_is_done() -> No
 
     assert [happened.get(timeout=5), happened.get(timeout=5)] == ["waited", "checksum"]
     lane.close()
+
+
+class VoidFence(Fence):
+    def void(self) -> bool:
+        return True
+
+
+def test_what_must_not_be_used_leaves_blank_with_a_wrong_checksum_and_the_link_goes_on() -> None:
+    there, here = LoopbackLink.pair()
+    sender = Lane("out", lambda: there, no_link_down)
+    receiver = Lane("in", lambda: here, no_link_down)
+    said: queue.SimpleQueue[int] = queue.SimpleQueue()
+    heard: queue.SimpleQueue[int] = queue.SimpleQueue()
+    ended: Ended = queue.SimpleQueue()
+    came = [torch.ones(9, dtype=torch.uint8) for _ in range(2)]
+    for lane in (sender, receiver):
+        lane.start()
+    for into in came:
+        receiver.submit(RecvJob(into, lambda checksum, _: heard.put(checksum)))
+    for fence in (VoidFence(CPU), Fence(CPU)):
+        sender.submit(SendJob(some_bytes(9), fence, said.put, ended.put))
+    pairs = [(said.get(timeout=5), heard.get(timeout=5)) for _ in range(2)]
+
+    assert [ended.get(timeout=5) for _ in range(2)] == [None, None]
+    assert pairs[0][0] != pairs[0][1]
+    assert not came[0].any()
+    assert pairs[1] == (checksum(some_bytes(9)),) * 2
+    sender.close()
+    receiver.close()
