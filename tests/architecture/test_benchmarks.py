@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from load.report import tables_of
-from tests.support import aborts, deaths
+from tests.support import aborts, deaths, soak
 
 ROOT = Path(__file__).parents[2]
-UNDER_STRESS = {"aborts": aborts.table, "deaths": deaths.table}
+UNDER_STRESS = {"aborts": aborts.table, "deaths": deaths.table, "soak": soak.table}
 """Results of the long tests, by their PART; the others are those of `python -m load`."""
 RESULTS = [f for f in sorted((ROOT / "docs/results").glob("*.json")) if f.stem not in UNDER_STRESS]
 
