@@ -55,6 +55,8 @@ def parser() -> argparse.ArgumentParser:
     trace.add_argument("--json", action="store_true", help="as JSON")
     _state(trace)
 
+    _debug(verbs)
+
     chat = _verb(verbs, "chat", "talk to the running model", commands.chat)
     chat.add_argument("message", nargs="?", help="one message; without it, a conversation")
     chat.add_argument("--max-tokens", type=_positive, default=256)
@@ -90,6 +92,15 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--name", help="name of its profile (default: the folder's)")
     _verb(models, "list", "list model profiles", commands.model_list)
     return top
+
+
+def _debug(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    debug = verbs.add_parser("debug", help="a look into the running system")
+    debugs = debug.add_subparsers(dest="debug_verb", required=True, metavar="COMMAND")
+    ledger = _verb(debugs, "ledger", "show who has which cache page, by ids", commands.debug_ledger)
+    ledger.add_argument("replica", nargs="?", metavar="REPLICA", help="as `status` names it; default: all")
+    ledger.add_argument("--json", action="store_true", help="as JSON")
+    _state(ledger)
 
 
 def _verb(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy import config as configuration
-from deploy import config_file, control, detach, integrity_view, model_store, preflight, profiles
+from deploy import config_file, control, detach, integrity_view, ledger_view, model_store, preflight, profiles
 from deploy.processes import end_marked
 from deploy.signals import StopSwitch
 from deploy.state import StateDir, StateError, clear_runtime, held, open_state, read_private, read_runtime
@@ -186,6 +186,15 @@ def status(options: Namespace) -> int:
         say(f"gateway {row['id']}  pid {row['pid']}  in flight {row['in_flight']}")
     if not state.local.exists():
         say("not ready yet")
+    return 0
+
+
+def debug_ledger(options: Namespace) -> int:
+    from urllib.parse import quote
+
+    path = "/ledgers" if options.replica is None else f"/ledgers?replica={quote(options.replica, safe='')}"
+    found = control.ask(running_socket(state_of(options)), "GET", path)
+    say(json.dumps(found, indent=2) if options.json else ledger_view.text(found))
     return 0
 
 

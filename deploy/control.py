@@ -2,6 +2,7 @@
 
 GET  /status          what `phasegate status --json` prints
 GET  /requests/{id}   figures of one finished request
+GET  /ledgers         who has which page, of every replica or of `?replica=ID`
 POST /stop            begin to stop; answers at once
 """
 
@@ -26,6 +27,7 @@ from starlette.routing import Route
 
 from deploy.internal import internal_app
 from deploy.metrics_page import ProcessPage
+from kv_transfer.api import LedgerSnapshot
 from workers.api import Phase, ReplicaStatus
 
 ANSWER_TIMEOUT_S: Final = 5.0
@@ -55,6 +57,13 @@ class Fleet(Protocol):
 
     async def metrics(self) -> list[ProcessPage]: ...
 
+    async def ledgers(self, only: str | None) -> dict[str, LedgerSnapshot]:
+        """By replica, of those that answer.
+
+        Args:
+            only: this replica; None: all.
+        """
+
 
 class NoFleet:
     """Before there is one."""
@@ -73,6 +82,9 @@ class NoFleet:
 
     async def metrics(self) -> list[ProcessPage]:
         return []
+
+    async def ledgers(self, only: str | None) -> dict[str, LedgerSnapshot]:
+        return {}
 
 
 class ServeFleet:
@@ -102,6 +114,25 @@ class ServeFleet:
             log.warning("replica %s does not answer", replica)
             return None
         return answer if isinstance(answer, ReplicaStatus) else None
+
+    async def ledgers(self, only: str | None) -> dict[str, LedgerSnapshot]:
+        asked = [
+            (phase, replica)
+            for phase in Phase
+            for replica in self._pool.replicas(phase)
+            if only in {None, replica}
+        ]
+        answers = await asyncio.gather(*(self._ledger(phase, replica) for phase, replica in asked))
+        return {r: found for (_, r), found in zip(asked, answers, strict=True) if found is not None}
+
+    async def _ledger(self, phase: Phase, replica: str) -> LedgerSnapshot | None:
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                answer = await self._pool.ledger(phase, replica)
+        except TimeoutError:
+            log.warning("replica %s does not answer for its ledger", replica)
+            return None
+        return answer if isinstance(answer, LedgerSnapshot) else None
 
     async def gateways(self) -> list[dict[str, Any]]:
         return await self._broadcast("status")
@@ -253,6 +284,7 @@ class ControlServer:
             routes=[
                 Route("/status", self._status),
                 Route("/requests/{request_id}", self._request),
+                Route("/ledgers", self._ledgers),
                 Route("/stop", self._stop_route, methods=["POST"]),
             ]
         )
@@ -264,6 +296,13 @@ class ControlServer:
     async def _request(self, request: Request) -> Response:
         summary = await self._fleet.request(request.path_params["request_id"])
         return JSONResponse(summary) if summary else JSONResponse({"error": "unknown request"}, 404)
+
+    async def _ledgers(self, request: Request) -> Response:
+        only = request.query_params.get("replica")
+        found = await self._fleet.ledgers(only)
+        if only is not None and only not in found:
+            return JSONResponse({"error": f"no replica {only} answers"}, 404)
+        return JSONResponse({name: asdict(found[name]) for name in sorted(found)})
 
     async def _stop_route(self, _: Request) -> Response:
         self._stop()

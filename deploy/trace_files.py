@@ -25,6 +25,7 @@ Value = str | int | float | bool
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     at_ns: int
+    attributes: dict[str, Value] = {}
 
 
 class SpanRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,11 +1,11 @@
 """One request's spans, found by any of its names, and as a tree for people."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deploy.trace_files import SpanRecord, read
+from deploy.trace_files import SpanRecord, Value, read
 
 OWN = "phasegate."
 ROOT = "request"
@@ -86,10 +86,18 @@ def _json(node: Node, zero_ns: int) -> dict[str, Any]:
         "start_ms": _ms(span.start_ns - zero_ns),
         "duration_ms": _ms(span.end_ns - span.start_ns),
         "error": span.error or None,
-        "attributes": {name.removeprefix(OWN): value for name, value in span.attributes.items()},
-        "events": [{"name": event.name, "at_ms": _ms(event.at_ns - zero_ns)} for event in span.events],
+        "attributes": _own(span.attributes),
+        "events": [
+            {"name": event.name, "at_ms": _ms(event.at_ns - zero_ns)}
+            | ({"attributes": _own(event.attributes)} if event.attributes else {})
+            for event in span.events
+        ],
         "children": [_json(child, zero_ns) for child in node.children],
     }
+
+
+def _own(attributes: Mapping[str, Value]) -> dict[str, Value]:
+    return {name.removeprefix(OWN): value for name, value in attributes.items()}
 
 
 def _ms(ns: int) -> float:
@@ -113,7 +121,13 @@ def text(root: Node) -> str:
             )
         )
         rows += [
-            (f"{(event.at_ns - zero) / 1e6:.1f}", "", f"{'  ' * (depth + 1)}- {event.name}", "", "")
+            (
+                f"{(event.at_ns - zero) / 1e6:.1f}",
+                "",
+                f"{'  ' * (depth + 1)}- {event.name}",
+                "",
+                " ".join(f"{name}={value}" for name, value in _own(event.attributes).items()),
+            )
             for event in span.events
         ]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

@@ -6,10 +6,10 @@ There is no global tracer: a library in the same process that traces by itself k
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from opentelemetry.sdk.resources import SERVICE_INSTANCE_ID, SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import StatusCode, Tracer, format_span_id, format_trace_id
 
 from deploy.config import TracingConfig
-from deploy.trace_files import PREFIX, Event, SpanFile, SpanRecord
+from deploy.trace_files import PREFIX, Event, SpanFile, SpanRecord, Value
 
 Process = Literal["gateway", "prefill", "decode"]
 
@@ -102,11 +102,6 @@ class FileExporter(SpanExporter):
         context = span.get_span_context()
         assert context is not None
         failed = span.status.status_code is StatusCode.ERROR
-        attributes = {
-            name: value
-            for name, value in (span.attributes or {}).items()
-            if isinstance(value, str | int | float)
-        }
         return SpanRecord(
             trace_id=format_trace_id(context.trace_id),
             span_id=format_span_id(context.span_id),
@@ -118,6 +113,14 @@ class FileExporter(SpanExporter):
             start_ns=span.start_time or 0,
             end_ns=span.end_time or 0,
             error=(span.status.description or "error") if failed else "",
-            attributes=attributes,
-            events=tuple(Event(name=event.name, at_ns=event.timestamp) for event in span.events),
+            attributes=_plain(span.attributes),
+            events=tuple(
+                Event(name=event.name, at_ns=event.timestamp, attributes=_plain(event.attributes))
+                for event in span.events
+            ),
         )
+
+
+def _plain(attributes: Mapping[str, Any] | None) -> dict[str, Value]:
+    """Those that are no lists."""
+    return {n: value for n, value in (attributes or {}).items() if isinstance(value, str | int | float)}

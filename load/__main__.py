@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from load import gateway_cost, path, sweep
+from load import gateway_cost, integrity_cost, path, sweep
 from load.servers import ServerFailed
 from load.stacks import SamplerMissing
 
@@ -19,6 +19,7 @@ def parser() -> argparse.ArgumentParser:
     for name, module, help_ in (
         ("path", path, "the whole path next to one plain vLLM server"),
         ("gateway-cost", gateway_cost, "processor time of a token's way, token bus next to Serve handle"),
+        ("integrity-cost", integrity_cost, "an engine that checks its pages next to itself without"),
         ("sweep", sweep, "one server under rising load, or Phasegate next to plain vLLM"),
     ):
         command = commands.add_parser(name, help=help_, allow_abbrev=False)
@@ -53,7 +54,7 @@ def _interrupt(*_: object) -> None:
 
 
 def show(result: dict[str, Any]) -> None:
-    for row in [*result["rows"], *result.get("cpu", ()), *result.get("busy", ())]:
+    for row in [*result["rows"], *result.get("cpu", ()), *result.get("busy", ()), *result.get("micro", ())]:
         print("  ".join(f"{key}={value}" for key, value in row.items()))
     print(json.dumps(result["summary"], indent=1))
     if result["summary"]["invalid"]:

@@ -125,10 +125,46 @@ def cost_tables(result: dict[str, Any]) -> str:
     )
 
 
+def integrity_tables(result: dict[str, Any]) -> str:
+    """Markdown of one `integrity-cost` result: losses by concurrency, what they come from."""
+    losses = [
+        (
+            row["concurrency"],
+            row["blocks"],
+            f"{row['step_ms_p50']:.1f}",
+            *(_interval(row, name) for name in ("throughput_loss_pct", "p95_itl_increase_pct")),
+            *(_interval(row, name) for name in ("null_loss_to_stock_pct", "loss_to_stock_pct")),
+        )
+        for row in result["rows"]
+    ]
+    parts = [
+        (
+            row["concurrency"],
+            f"{row['pages_per_step']:.0f}",
+            f"{row['worker_us']:.0f}",
+            f"{row['scheduler_us']:.0f}",
+            f"{(row['worker_us'] + row['scheduler_us']) / 200:.2f} %",
+        )
+        for row in result["rows"]
+    ]
+    head = ("at once", "blocks", "step ms", "tokens/s lost %", "p95 ITL more %")
+    tables = [
+        _table((*head, "off, against stock %", "on, against stock %"), losses),
+        _table(
+            ("at once", "pages", "us beside the model", "us beside the scheduler", "of a 20 ms step"), parts
+        ),
+    ]
+    if result["micro"]:
+        alone = [(row["rows"], row["pages"], row["form"], f"{row['us']:.0f}") for row in result["micro"]]
+        tables.append(_table(("rows", "pages", "the check alone", "us"), alone))
+    return "\n\n".join(tables)
+
+
 TABLES: Final[Mapping[str, Callable[[dict[str, Any]], str]]] = {
     "path": path_tables,
     "sweep": sweep_tables,
     "gateway-cost": cost_tables,
+    "integrity-cost": integrity_tables,
 }
 """By the first part of a result file's name, which is the command."""
 

@@ -140,7 +140,7 @@ def plain_vllm(
         try:
             yield Plain(Target(name, f"http://127.0.0.1:{port}", PLAIN_MODEL), process.pid)
         except ServerFailed as bad:
-            raise ServerFailed(f"{bad}\n{_tail(log)}") from None
+            raise ServerFailed(f"{bad}\n{tail(log)}") from None
         finally:
             _stop(process)
 
@@ -221,7 +221,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _tail(log: IO[bytes], size: int = 3000) -> str:
+def tail(log: IO[bytes], size: int = 3000) -> str:
     end = log.seek(0, os.SEEK_END)
     log.seek(max(0, end - size))
     return log.read().decode(errors="replace")

@@ -23,7 +23,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from kv_transfer.api import HandoffOutcome, HandoffReport, StartReport, request_fields
+from kv_transfer.api import HandoffOutcome, HandoffReport, PageFault, StartReport, request_fields
 from workers.api import FaultKind
 from workers.metrics import ReplicaMetrics
 
@@ -50,6 +50,13 @@ class Work:
 
     def event(self, name: str) -> None:
         self._span.add_event(name)
+
+    def page_fault(self, fault: PageFault) -> None:
+        """The request ends because a page was not its own. Tags are in hex, as in the log."""
+        if self._span.is_recording():
+            tags = {"expected": f"{fault.expected:#x}", "found": f"{fault.found:#x}"}
+            told = {"cause": fault.cause.value, "page": fault.page, **tags}
+            self._span.add_event("page_integrity_fault", _named(told))
 
     def fail(self, fault: FaultKind) -> None:
         self._telemetry.metrics.fault(fault)

@@ -6,6 +6,7 @@ from collections.abc import Awaitable
 from typing import Any, Final, Protocol, TypeVar
 
 from gateway.routing import replica_table
+from kv_transfer.api import LedgerSnapshot
 from workers.api import (
     DecodeRequest,
     DecodeResult,
@@ -64,7 +65,7 @@ class ServePool:
         self._methods = {
             (phase, method): handle.options(method_name=method)
             for phase, handle in self._handles.items()
-            for method in (phase.value, _OWN[phase], "attach", "status", "metrics")
+            for method in (phase.value, _OWN[phase], "attach", "status", "metrics", "ledger")
         }
 
     def replicas(self, phase: Phase) -> tuple[str, ...]:
@@ -104,6 +105,11 @@ class ServePool:
     async def metrics(self, phase: Phase, replica_id: str) -> bytes | WorkerFault:
         """The replica's metrics in Prometheus' text form."""
         answer: bytes | WorkerFault = await self._call(phase, "metrics", replica_id)
+        return answer
+
+    async def ledger(self, phase: Phase, replica_id: str) -> LedgerSnapshot | WorkerFault:
+        """Who has which of the replica's pages."""
+        answer: LedgerSnapshot | WorkerFault = await self._call(phase, "ledger", replica_id)
         return answer
 
     async def _call(self, phase: Phase, method: str, replica_id: str, *args: object) -> Any:

@@ -13,6 +13,7 @@ from kv_transfer.api.integrity import (
     PageFault,
     PageIntegrityError,
 )
+from kv_transfer.api.ledger import LedgerPage, LedgerRow, LedgerSnapshot
 from kv_transfer.api.log_fields import FieldFormatter, PrivateLog, request_fields
 from kv_transfer.api.membership import Gate, Membership
 from kv_transfer.api.page import Layout, WireFormat
@@ -30,6 +31,9 @@ __all__ = [
     "HandoffReport",
     "IntegrityCause",
     "Layout",
+    "LedgerPage",
+    "LedgerRow",
+    "LedgerSnapshot",
     "Membership",
     "PageFault",
     "PageIntegrityError",

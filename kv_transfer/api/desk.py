@@ -7,13 +7,17 @@ class AskGauges(msgspec.Struct, frozen=True, kw_only=True, tag="gauges"):
     """Answered with `EngineGauges`, in MessagePack."""
 
 
+class AskLedger(msgspec.Struct, frozen=True, kw_only=True, tag="ledger"):
+    """Answered with `LedgerSnapshot`, in MessagePack."""
+
+
 class ReleaseTransfer(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
     """Nobody will fetch this transfer's pages any more. Answered with an empty message."""
 
     transfer_id: str
 
 
-Question = AskGauges | ReleaseTransfer
+Question = AskGauges | AskLedger | ReleaseTransfer
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Question)

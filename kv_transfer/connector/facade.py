@@ -133,6 +133,10 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
         layer = self._layers.get(next(iter(kv_caches), ""))
         self._w.register(kv_caches, isa=str(getattr(layer, "isa", "native")))
 
+    @property
+    def step_check(self) -> StepCheck:
+        return self._w.check
+
     def bind_runner(self, runner: Any) -> None:
         self._w.check.bind_runner(runner)
 

@@ -14,6 +14,7 @@ import zmq
 from kv_transfer.api import desk
 from kv_transfer.api.gauges import EngineGauges
 from kv_transfer.api.integrity import NOTHING_CHECKED, Coverage, IntegrityCause
+from kv_transfer.api.ledger import LedgerSnapshot
 from kv_transfer.api.membership import Membership
 from kv_transfer.connector.metadata import WorkerAddress
 from kv_transfer.integrity.checker import CheckCounts
@@ -43,6 +44,7 @@ class GaugeServer:
         self._counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._workers: Sequence[WorkerAddress] = ()
         self._integrity: Integrity | None = None
+        self._ledger: Callable[[], LedgerSnapshot] = lambda: LedgerSnapshot(ledger="null")
         self._dealers: list[zmq.Socket[bytes]] = []
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="phasegate-gauges", daemon=True)
@@ -57,6 +59,10 @@ class GaugeServer:
     def bind_integrity(self, integrity: Integrity) -> None:
         """`integrity` returns mismatches by cause, what was checked, and what is."""
         self._integrity = integrity
+
+    def bind_ledger(self, ledger: Callable[[], LedgerSnapshot]) -> None:
+        """`ledger` is called in this server's thread."""
+        self._ledger = ledger
 
     def bind_workers(self, workers: Sequence[WorkerAddress]) -> None:
         self._workers = workers
@@ -83,6 +89,8 @@ class GaugeServer:
             return b""
         if isinstance(question, desk.AskGauges):
             return msgspec.msgpack.encode(self._snapshot())
+        if isinstance(question, desk.AskLedger):
+            return msgspec.msgpack.encode(self._ledger())
         self._tell_workers(m.Release(transfer_id=question.transfer_id))
         return b""
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.api.integrity import LEDGER_CHECKS, TABLE_CHECKS, Coverage, IntegrityCause, PageFault
+from kv_transfer.api.ledger import LedgerSnapshot
 from kv_transfer.connector.metadata import CheckOrders, StepOrders, WorkerNews
 from kv_transfer.integrity.base import NullLedger, PageLedger
 from kv_transfer.integrity.causes import explain
@@ -41,13 +42,21 @@ class Guard:
 
     def watch(self, manager: "KVCacheManager") -> None:
         """Keep a ledger of this manager's pages. Raises UnwatchablePool."""
-        self.ledger = watch(manager)
+        self.use(watch(manager), manager)
+
+    def use(self, ledger: PageLedger, manager: "KVCacheManager") -> None:
+        """A ledger that is told of this manager's pages, or one that is told nothing."""
+        self.ledger = ledger
         self._manager = manager
         self._sizes = [group.kv_cache_spec.block_size for group in manager.kv_cache_config.kv_cache_groups]
 
     def mismatches(self) -> Counter[IntegrityCause]:
         """Since the engine's start."""
         return self.ledger.counts + self._found
+
+    def snapshot(self) -> LedgerSnapshot:
+        """Of the ledger that is in use now. From any thread."""
+        return self.ledger.snapshot()
 
     def coverage(self, *, tables: bool) -> Coverage:
         """

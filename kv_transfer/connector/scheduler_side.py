@@ -63,6 +63,7 @@ class SchedulerSide:
         self._gauges.bind_integrity(
             lambda: (self.guard.mismatches(), self.guard.counts, self.guard.coverage(tables=tables))
         )
+        self._gauges.bind_ledger(self.guard.snapshot)
 
     # -- set-up
 

@@ -7,6 +7,7 @@ copied before it: see `device_check.py`.
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kv_transfer.api.integrity import IntegrityCause, PageFault
@@ -63,12 +64,21 @@ class StepCheck:
             checked: whether this worker's tables can be checked; else its steps are counted.
             on_device: where the tables lie on a device.
         """
-        self._checker = on_device or Checker(cache.num_blocks, shapes_of(cache) if checked else [], now=now)
+        self._now = now
+        self._fresh = partial(Checker, cache.num_blocks, shapes_of(cache) if checked else [], now=now)
+        self._checker = on_device or self._fresh()
         self._layers = [tuple(group.layer_names) for group in cache.kv_cache_groups]
         self._checked = checked
         self._runner: Any = None
         self._faults: dict[str, PageFault] = {}
         self._refused: list[IntegrityCause] = []
+
+    def restart(self) -> None:
+        """Forget all tables, on the host: a ledger that begins anew tells of all of them."""
+        assert isinstance(self._checker, Checker)
+        counts = self._checker.counts
+        self._checker = self._fresh()
+        self._checker.counts = counts
 
     @property
     def counts(self) -> CheckCounts:
@@ -117,11 +127,13 @@ class StepCheck:
         if orders is None or self._runner is None or not isinstance(metadata, dict):
             self._checker.counts.unchecked += 1
             return set(self._faults)
+        began = self._now()
         groups = [
             (group, tables)
             for group, layers in enumerate(self._layers)
             for tables in _tables_of(layers, metadata, context.slot_mapping)
         ]
+        self.counts.seconds += self._now() - began
         batch = self._runner.input_batch
         assert isinstance(self._checker, Checker)
         faults = self._checker.check(groups, batch.req_ids[: batch.num_reqs], orders.plan)

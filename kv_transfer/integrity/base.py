@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Final, Protocol
 
 from kv_transfer.api.integrity import LEDGER_CHECKS, NOTHING_CHECKED, TABLE_CHECKS, Coverage, IntegrityCause
+from kv_transfer.api.ledger import LedgerSnapshot
 
 CHECKS: Final = LEDGER_CHECKS + TABLE_CHECKS
 """What is checked with a ledger."""
@@ -19,6 +20,9 @@ class PageLedger(Protocol):
     def tags(self, pages: Iterable[int]) -> tuple[int, ...]:
         """Of these pages now; none where nothing is known."""
 
+    def snapshot(self) -> LedgerSnapshot:
+        """From any thread."""
+
 
 class NullLedger:
     """Knows nothing and costs nothing: no hook is installed for it, and no step asks it anything."""
@@ -31,3 +35,6 @@ class NullLedger:
 
     def tags(self, pages: Iterable[int]) -> tuple[int, ...]:
         return ()
+
+    def snapshot(self) -> LedgerSnapshot:
+        return LedgerSnapshot(ledger="null")

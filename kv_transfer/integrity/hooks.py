@@ -51,13 +51,30 @@ def watch(manager: KVCacheManager) -> GenerationLedger:
         free=free,
         null_page=pool.null_block.block_id,
     )
+    install(manager, ledger)
+    return ledger
+
+
+def install(manager: KVCacheManager, ledger: GenerationLedger) -> None:
+    """Tell a ledger, which knows the pool's present state, of everything from now on."""
+    pool = manager.block_pool
     pool.free_block_queue = WatchedQueue(pool.free_block_queue, ledger)
     pool.metrics_collector = Collector(pool, ledger)
-    pool.cached_block_hash_to_block = WatchedHashes(ledger)
+    pool.cached_block_hash_to_block = WatchedHashes(pool.cached_block_hash_to_block, ledger)
     manager.__class__ = WatchedCacheManager
     manager.ledger = ledger
     manager.condemned = set()
-    return ledger
+
+
+def uninstall(manager: "WatchedCacheManager") -> None:
+    """The pool and its manager are vLLM's alone again, as they are now."""
+    pool = manager.block_pool
+    pool.free_block_queue.__class__ = FreeKVCacheBlockQueue
+    pool.metrics_collector = pool.metrics_collector.inner
+    pool.cached_block_hash_to_block.__class__ = BlockHashToBlockMap
+    manager.__class__ = KVCacheManager
+    for watched in (pool.free_block_queue, pool.cached_block_hash_to_block, manager):
+        del watched.ledger
 
 
 class WatchedQueue(FreeKVCacheBlockQueue):
@@ -67,22 +84,22 @@ class WatchedQueue(FreeKVCacheBlockQueue):
         self.num_free_blocks = queue.num_free_blocks
         self.fake_free_list_head = queue.fake_free_list_head
         self.fake_free_list_tail = queue.fake_free_list_tail
-        self._ledger = ledger
+        self.ledger = ledger
 
     def popleft(self) -> "KVCacheBlock":
         block = super().popleft()
-        self._ledger.taken(block.block_id)
+        self.ledger.taken(block.block_id)
         return block
 
     def popleft_n(self, n: int) -> "list[KVCacheBlock]":
         blocks: list[KVCacheBlock] = super().popleft_n(n)
         for block in blocks:
-            self._ledger.taken(block.block_id)
+            self.ledger.taken(block.block_id)
         return blocks
 
     def remove(self, block: "KVCacheBlock") -> None:
         super().remove(block)
-        self._ledger.taken(block.block_id)
+        self.ledger.taken(block.block_id)
 
     def append(self, block: "KVCacheBlock") -> None:
         if self._admits(block):
@@ -95,7 +112,7 @@ class WatchedQueue(FreeKVCacheBlockQueue):
         super().prepend_n([block for block in blocks if self._admits(block)])
 
     def _admits(self, block: "KVCacheBlock") -> bool:
-        admitted = self._ledger.queued(block.block_id, block.ref_cnt)
+        admitted = self.ledger.queued(block.block_id, block.ref_cnt)
         if not admitted:
             log.error(
                 "a page was freed that is free already or in use: kept out of the queue",
@@ -109,47 +126,50 @@ class Collector:
 
     def __init__(self, pool: "BlockPool", ledger: GenerationLedger) -> None:
         self._pool, self._ledger = pool, ledger
-        self._inner = pool.metrics_collector
+        self.inner = pool.metrics_collector
 
     def on_block_allocated(self, block: "KVCacheBlock") -> None:
         self._ledger.allocated(block.block_id)
-        if self._inner:
-            self._inner.on_block_allocated(block)
+        if self.inner:
+            self.inner.on_block_allocated(block)
 
     def on_block_accessed(self, block: "KVCacheBlock") -> None:
         if not block.is_null:
             self._ledger.touched(block.block_id)
-        if self._inner:
-            self._inner.on_block_accessed(block)
+        if self.inner:
+            self.inner.on_block_accessed(block)
 
     def on_block_evicted(self, block: "KVCacheBlock") -> None:
-        if self._inner:
-            self._inner.on_block_evicted(block)
+        if self.inner:
+            self.inner.on_block_evicted(block)
 
     def reset(self) -> None:
         """The pool has just put a map of its own in place."""
         self._ledger.forgot_hashes()
-        self._pool.cached_block_hash_to_block = WatchedHashes(self._ledger)
-        if self._inner:
-            self._inner.reset()
+        self._pool.cached_block_hash_to_block = WatchedHashes(
+            self._pool.cached_block_hash_to_block, self._ledger
+        )
+        if self.inner:
+            self.inner.reset()
 
     def drain_events(self) -> list[Any]:
-        return list(self._inner.drain_events()) if self._inner else []
+        return list(self.inner.drain_events()) if self.inner else []
 
 
 class WatchedHashes(BlockHashToBlockMap):
     """A hash leads only to pages that still hold what was hashed, and only its own tenant."""
 
-    def __init__(self, ledger: GenerationLedger) -> None:
-        super().__init__()
-        self._ledger = ledger
+    def __init__(self, hashes: BlockHashToBlockMap, ledger: GenerationLedger) -> None:
+        """Takes over another map."""
+        self._cache = hashes._cache
+        self.ledger = ledger
 
     def insert(self, key: "BlockHashWithGroupId", block: "KVCacheBlock") -> None:
         super().insert(key, block)
-        self._ledger.bound(key, block.block_id)
+        self.ledger.bound(key, block.block_id)
 
     def pop(self, key: "BlockHashWithGroupId", block_id: int) -> "KVCacheBlock | None":
-        self._ledger.unbound(key, block_id)
+        self.ledger.unbound(key, block_id)
         return super().pop(key, block_id)
 
     def get_one_block(self, key: "BlockHashWithGroupId") -> "KVCacheBlock | None":
@@ -157,12 +177,12 @@ class WatchedHashes(BlockHashToBlockMap):
             block = super().get_one_block(key)
             if block is None:
                 return None
-            refusal = self._ledger.hit_refusal(key, block.block_id)
+            refusal = self.ledger.hit_refusal(key, block.block_id)
             if refusal is None:
                 return block
             log.error(
                 "a prefix hit was refused",
-                extra={"request_id": self._ledger.serving, "cause": refusal.cause, "page": refusal.page},
+                extra={"request_id": self.ledger.serving, "cause": refusal.cause, "page": refusal.page},
             )
             self.pop(key, block.block_id)  # the next page with the same hash may be right
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kv_transfer.api.integrity import Coverage, IntegrityCause, PageFault
+from kv_transfer.api.ledger import LedgerPage, LedgerRow, LedgerSnapshot
 from kv_transfer.integrity.base import CHECKS
 from kv_transfer.integrity.bindings import HashBindings
 from kv_transfer.integrity.delta import LedgerDelta, RowGrowth, RowSkip
@@ -106,6 +107,23 @@ class GenerationLedger:
 
     def tags(self, pages: Iterable[int]) -> tuple[int, ...]:
         return tuple(self._tags[page] for page in pages)
+
+    def snapshot(self) -> LedgerSnapshot:
+        """From any thread: dictionaries and lists are copied whole before they are looked through."""
+        rows = self._rows.copy()
+        owners, writers = self._owners.copy(), self._writers.copy()
+        return LedgerSnapshot(
+            ledger="generation",
+            rows=tuple(
+                LedgerRow(request_id=name, group=group, pages=tuple(row.pages), tags=tuple(row.tags))
+                for name, groups in rows.items()
+                for group, row in enumerate(groups)
+            ),
+            pages=tuple(
+                LedgerPage(page=page, tag=self._tags[page], owners=tuple(of_page), writer=writers.get(page))
+                for page, of_page in sorted(owners.items())
+            ),
+        )
 
     # -- the pool, page by page
 

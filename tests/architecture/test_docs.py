@@ -24,7 +24,7 @@ def test_every_command_of_the_cli_is_in_operations_and_no_other() -> None:
     text = (ROOT / "docs/operations.md").read_text()
     told = {
         tuple(re.findall(r"[a-z]+", match))
-        for match in re.findall(r"`phasegate ((?:config |key |model )?[a-z]+)", text)
+        for match in re.findall(r"`phasegate ((?:config |debug |key |model )?[a-z]+)", text)
     }
 
     assert told == commands(parser())

@@ -4,9 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from kv_transfer.api import EngineGauges, HandoffReport, StartReport, Ticket
+from kv_transfer.api import EngineGauges, HandoffReport, LedgerSnapshot, StartReport, Ticket
 from workers.api import DecodeRequest, FaultKind, FinishReason, PrefillRequest
 from workers.engine.base import Delta, Ending, EngineFault, Prefilled
+
+NO_LEDGER = LedgerSnapshot(ledger="null")
 
 
 def some_gauges(*, free_pages: int = 60, running: int = 0) -> EngineGauges:
@@ -40,6 +42,7 @@ class ScriptedEngine:
     go_on: asyncio.Event = field(default_factory=asyncio.Event)
     silent: bool = False
     told: EngineGauges = field(default_factory=some_gauges)
+    known: LedgerSnapshot = NO_LEDGER
     reached: asyncio.Event = field(default_factory=asyncio.Event)
     tickets: dict[str, Ticket | None] = field(default_factory=dict)
     aborted: list[str] = field(default_factory=list)
@@ -99,6 +102,9 @@ class ScriptedEngine:
         if self.silent:
             raise EngineFault(FaultKind.ENGINE_DEAD, "scripted: silent")
         return self.told
+
+    async def ledger(self) -> LedgerSnapshot:
+        return self.known
 
     async def close(self) -> None:
         self.closed += 1

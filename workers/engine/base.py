@@ -6,17 +6,22 @@ from typing import Protocol
 
 import msgspec
 
-from kv_transfer.api import EngineGauges, HandoffReport, StartReport, Ticket
+from kv_transfer.api import EngineGauges, HandoffReport, LedgerSnapshot, PageFault, StartReport, Ticket
 from workers.api import DecodeRequest, FaultKind, FinishReason, PrefillRequest
 
 
 class EngineFault(Exception):
     """The engine did not do what it was asked; `kind` says why, `detail` is for operators."""
 
-    def __init__(self, kind: FaultKind, detail: str) -> None:
+    def __init__(self, kind: FaultKind, detail: str, page_fault: PageFault | None = None) -> None:
+        """
+        Args:
+            page_fault: of the kind `PAGE_INTEGRITY`.
+        """
         super().__init__(kind, detail)
         self.kind = kind
         self.detail = detail
+        self.page_fault = page_fault
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.detail}"
@@ -89,6 +94,13 @@ class Engine(Protocol):
 
         Raises:
             EngineFault: the engine is dead, or silent for longer than it may be.
+        """
+
+    async def ledger(self) -> LedgerSnapshot:
+        """Who has which page, also of an idle engine. Ids only.
+
+        Raises:
+            EngineFault: as `gauges`.
         """
 
     @property

@@ -6,7 +6,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from kv_transfer.api import EngineGauges, Membership, desk
+from kv_transfer.api import EngineGauges, LedgerSnapshot, Membership, desk
 from workers.api import FaultKind
 from workers.engine.base import EngineFault
 
@@ -42,6 +42,18 @@ class GaugeClient:
             return self._decoder.decode(answer)
         except msgspec.DecodeError as bad:
             raise EngineSilent(f"the answer is not gauges: {bad}") from bad
+
+    async def ledger(self) -> LedgerSnapshot:
+        """What the engine's ledger knows.
+
+        Raises:
+            EngineSilent: no answer in time, or one that is not a ledger.
+        """
+        answer = await self._question(desk.AskLedger())
+        try:
+            return msgspec.msgpack.decode(answer, type=LedgerSnapshot)
+        except msgspec.DecodeError as bad:
+            raise EngineSilent(f"the answer is not a ledger: {bad}") from bad
 
     async def release(self, transfer_id: str) -> None:
         """Let go of pages that nobody will fetch.

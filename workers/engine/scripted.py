@@ -19,7 +19,7 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from kv_transfer.api import EngineGauges, HandoffOutcome, HandoffReport, Ticket
+from kv_transfer.api import EngineGauges, HandoffOutcome, HandoffReport, LedgerSnapshot, Ticket
 from workers.api import DecodeRequest, FaultKind, Phase, PrefillRequest, Sampling
 from workers.engine.base import Delta, Ending, EngineFault, Prefilled
 from workers.engine.scripted_batch import Batch, Output, Sequence, Work
@@ -255,6 +255,9 @@ class ScriptedEngine:
             page_bytes=0,  # pages hold nothing
             block_size=self._profile.block_size,
         )
+
+    async def ledger(self) -> LedgerSnapshot:
+        return LedgerSnapshot(ledger="null")  # pages hold nothing, and nobody keeps a ledger of them
 
     @property
     def dead(self) -> bool:

@@ -14,6 +14,7 @@ from kv_transfer.api import (
     EngineGauges,
     HandoffOutcome,
     HandoffReport,
+    LedgerSnapshot,
     Membership,
     PageFault,
     StartReport,
@@ -156,6 +157,10 @@ class VllmEngine:
         self._check_running()
         return await self._gauges.ask()
 
+    async def ledger(self) -> LedgerSnapshot:
+        self._check_running()
+        return await self._gauges.ledger()
+
     def _check_running(self) -> None:
         if self._llm is None or self.dead:
             raise EngineFault(FaultKind.ENGINE_DEAD, "the engine process is not running")
@@ -212,7 +217,7 @@ def _sampling(sampling: Sampling, stop_token_ids: tuple[int, ...], ticket: Ticke
 def _raise_if_failed(output: Any) -> None:
     reason = output.outputs[0].finish_reason
     if (fault := PageFault.from_params(output.kv_transfer_params)) is not None:
-        raise EngineFault(FaultKind.PAGE_INTEGRITY, str(fault.error()))
+        raise EngineFault(FaultKind.PAGE_INTEGRITY, str(fault.error()), fault)
     if reason is not None and reason not in _FINISH:
         raise EngineFault(FaultKind.INTERNAL, f"the engine ended the request: {reason}")
 

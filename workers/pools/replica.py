@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from kv_transfer.api import EngineGauges, Membership
+from kv_transfer.api import EngineGauges, LedgerSnapshot, Membership
 from kv_transfer.testing.holds import Holds, NoHolds, holds_in
 from workers.api import (
     FaultKind,
@@ -222,6 +222,10 @@ class Replica:
             ),
         )
 
+    async def ledger(self, *, to: str | None = None) -> LedgerSnapshot:
+        """Who has which of the engine's pages."""
+        return await self._engine.ledger()
+
     async def metrics(self, *, to: str | None = None) -> bytes:
         """This replica's metrics in Prometheus' text form."""
         gauges: EngineGauges | None = None
@@ -270,6 +274,8 @@ class Replica:
             fault = WorkerFault(kind=FaultKind.DEADLINE, detail=f"not done within {deadline_s:g} s")
         else:
             fault = WorkerFault(kind=FaultKind.INTERNAL, detail=repr(bad))
+        if isinstance(bad, EngineFault) and bad.page_fault is not None:
+            work.page_fault(bad.page_fault)
         work.fail(fault.kind)
         log.warning("request %s: %s: %s", request_id, fault.kind, fault.detail)
         return fault

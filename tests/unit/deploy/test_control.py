@@ -1,3 +1,4 @@
+import json
 import os
 import stat
 import threading
@@ -14,7 +15,7 @@ from deploy.cli import main
 from deploy.control import ControlError, ControlServer, ask, status_json
 from deploy.metrics_page import ProcessPage
 from deploy.state import Runtime, StateLock, open_state, write_private
-from kv_transfer.api import NOTHING_CHECKED, Coverage
+from kv_transfer.api import NOTHING_CHECKED, Coverage, LedgerPage, LedgerRow, LedgerSnapshot
 from workers.api import Phase, ReplicaIntegrity, ReplicaStatus
 
 CHECKED = Coverage(ledger="generation", checked=("writes", "copies"), unchecked=())
@@ -49,6 +50,15 @@ class Fleet:
         if grace_s > 5:
             raise RuntimeError("no gateway")
         return [{"found": 2, "cut": int(grace_s)}]
+
+    async def ledgers(self, only: str | None) -> dict[str, LedgerSnapshot]:
+        row = LedgerRow(request_id="r1", group=0, pages=(3, 4), tags=(0x300, 0))
+        page = LedgerPage(page=3, tag=0x300, owners=("r1", "r2"), writer="r1")
+        known = {
+            "d": LedgerSnapshot(ledger="generation", rows=(row,), pages=(page,)),
+            "a": LedgerSnapshot(ledger="null"),
+        }
+        return {name: ledger for name, ledger in known.items() if only in {None, name}}
 
     async def metrics(self) -> list[ProcessPage]:
         return [ProcessPage(process="decode", replica="d", text=None)]
@@ -99,19 +109,43 @@ def test_status_tells_what_each_replica_checks_and_has_found(socket: str) -> Non
     ]
 
 
-def test_the_command_prints_that_table_and_no_other(
-    socket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def running(socket: str, tmp_path: Path) -> Iterator[str]:
+    """The state folder of a system that seems to run, and answers at the socket."""
     state = open_state(tmp_path / "state")
     runtime = Runtime(pid=os.getpid(), control_socket=socket, scratch=str(tmp_path))
     lock = StateLock(state)
     lock.acquire()
-    try:
-        write_private(state.runtime, asdict(runtime))
-        assert main(["status", "--integrity", "--state", str(state.root)]) == 0
-    finally:
-        lock.release()
+    write_private(state.runtime, asdict(runtime))
+    yield str(state.root)
+    lock.release()
 
+
+def test_a_ledger_is_told_by_ids_and_one_that_is_off_says_so(
+    running: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["debug", "ledger", "--state", running]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "a: no ledger: integrity is off, or the engine has no pages of a model",
+        "d: 1 rows, 1 pages with an owner",
+        "  row   r1  group 0  3:300 4:-",
+        "  page  3  tag 300  owners r1, r2  writer r1",
+    ]
+    assert main(["debug", "ledger", "a", "--json", "--state", running]) == 0
+    assert json.loads(capsys.readouterr().out) == {"a": {"ledger": "null", "rows": [], "pages": []}}
+
+
+def test_a_ledger_of_an_unknown_replica_is_an_error_that_names_it(
+    running: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["debug", "ledger", "x&y", "--state", running]) == 1
+    assert "no replica x&y answers" in capsys.readouterr().err
+
+
+def test_the_command_prints_that_table_and_no_other(
+    socket: str, running: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--integrity", "--state", running]) == 0
     assert capsys.readouterr().out == integrity_view.text(ask(socket, "GET", "/status")["replicas"]) + "\n"
 
 

@@ -6,7 +6,7 @@ import pytest
 from deploy.cli import main
 from deploy.state import open_state
 from deploy.trace_files import Event, SpanFile, SpanRecord
-from deploy.trace_view import complete, find, text, to_json, walk
+from deploy.trace_view import complete, find, text, to_json, tree, walk
 from tests.unit.deploy.test_tracing import record
 
 MS = 1_000_000
@@ -105,6 +105,26 @@ def test_as_json_times_are_milliseconds_from_the_arrival(logs: Path) -> None:
     assert decode["events"] == [{"name": "first_token", "at_ms": 30.0}]
     assert decode["parent_id"] == to_json(root)["span_id"]
     assert decode["children"][0]["pid"] == 9
+
+
+def test_what_an_event_knows_stands_beside_it() -> None:
+    event = Event(
+        name="page_integrity_fault",
+        at_ns=int(5 * MS),
+        attributes={"phasegate.cause": "freed", "phasegate.page": 7},
+    )
+    root = tree(span("request", "a", "", 0, 9, events=(event,)), [])
+
+    assert text(root).splitlines()[-1].split() == [
+        "5.0",
+        "-",
+        "page_integrity_fault",
+        "cause=freed",
+        "page=7",
+    ]
+    assert to_json(root)["events"] == [
+        {"name": "page_integrity_fault", "at_ms": 5.0, "attributes": {"cause": "freed", "page": 7}}
+    ]
 
 
 def test_an_error_is_told_with_its_word() -> None:

@@ -36,6 +36,7 @@ async def test_finished_spans_are_in_a_private_file_of_the_process_after_close(t
     assert tracing.tracer is not None
     span = tracing.tracer.start_span("decode", attributes={"phasegate.pages": 3}, start_time=10)
     span.add_event("first_token", timestamp=15)
+    span.add_event("page_integrity_fault", {"phasegate.page": 4, "phasegate.list": (1, 2)}, timestamp=16)
     span.set_status(Status(StatusCode.ERROR, "busy"))
     span.end(20)
     await tracing.close()
@@ -47,7 +48,10 @@ async def test_finished_spans_are_in_a_private_file_of_the_process_after_close(t
     assert (found.name, found.process, found.replica, found.error) == ("decode", "decode", "r1", "busy")
     assert (found.start_ns, found.end_ns, found.parent_id) == (10, 20, "")
     assert found.attributes == {"phasegate.pages": 3}
-    assert [(event.name, event.at_ns) for event in found.events] == [("first_token", 15)]
+    assert [(event.name, event.at_ns, event.attributes) for event in found.events] == [
+        ("first_token", 15, {}),
+        ("page_integrity_fault", 16, {"phasegate.page": 4}),
+    ]
 
 
 async def test_at_ratio_zero_nothing_is_written(tmp_path: Path) -> None:

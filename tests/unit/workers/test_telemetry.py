@@ -2,7 +2,14 @@ import asyncio
 
 import pytest
 
-from kv_transfer.api import HandoffOutcome, HandoffReport, StartReport, TransferCause
+from kv_transfer.api import (
+    HandoffOutcome,
+    HandoffReport,
+    IntegrityCause,
+    PageFault,
+    StartReport,
+    TransferCause,
+)
 from tests.support.replicas import Bench, a_decode, a_prefill
 from tests.support.spans import SpanBook, parent_id, span_id, trace_id
 from workers.api import DecodeResult, FaultKind, PrefillResult
@@ -63,6 +70,27 @@ async def test_transfer_is_a_child_of_decode_at_the_engines_own_times(bench: Ben
     ticket = bench.engine.tickets["r1"]
     assert ticket is not None
     assert ticket.traceparent == f"00-{TRACE}-{span_id(decode)}-01"
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+async def test_a_page_fault_that_ends_a_request_is_an_event_of_its_span(
+    phase: str, bench: Bench, book: SpanBook
+) -> None:
+    fault = PageFault(IntegrityCause.FREED, 7, 0x10, 0x20)
+    bench.engine.fail_with = EngineFault(FaultKind.PAGE_INTEGRITY, "freed", fault)
+    if phase == "prefill":
+        await (await bench.prefill_replica()).prefill(a_prefill(traceparent=SAMPLED))
+    else:
+        await (await bench.decode_replica()).decode(a_decode(traceparent=SAMPLED))
+
+    (event,) = (event for event in book[phase].events if event.name == "page_integrity_fault")
+    assert event.attributes == {
+        "phasegate.cause": "freed",
+        "phasegate.page": 7,
+        "phasegate.expected": "0x10",
+        "phasegate.found": "0x20",
+    }
+    assert (book[phase].attributes or {})["phasegate.fault"] == "page_integrity"
 
 
 async def test_what_the_engine_tells_first_is_told_at_once_and_only_once(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -11,7 +11,7 @@ import zmq
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
-from kv_transfer.api import LEDGER_CHECKS, NOTHING_CHECKED, TABLE_CHECKS, Coverage, desk
+from kv_transfer.api import LEDGER_CHECKS, NOTHING_CHECKED, TABLE_CHECKS, Coverage, LedgerSnapshot, desk
 from kv_transfer.api.gauges import EngineGauges
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
 from kv_transfer.connector.config import ConnectorConfig
@@ -19,8 +19,10 @@ from kv_transfer.connector.metadata import WorkerNews
 from kv_transfer.connector.scheduler_side import SchedulerSide
 from kv_transfer.integrity.ledger import GenerationLedger
 from tests.support.members import MEMBERSHIP, membership_file
-from tests.support.real_scheduler import cache_config, engine_config, scheduler_of
+from tests.support.real_scheduler import BLOCK as PAGE
+from tests.support.real_scheduler import a_request, cache_config, engine_config, hasher, scheduler_of
 
+T = TypeVar("T")
 BLOCK = 4
 DONE, ABORTED = RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_ABORTED
 
@@ -215,10 +217,34 @@ def test_gauges_tell_what_of_the_pages_is_checked(
         side.close()
 
 
+def test_the_desk_lays_the_ledger_open(endpoint: str, tmp_path: Path) -> None:
+    scheduler = scheduler_of(Scheduler, engine_config(tmp_path), cache_config(9, (None,)))
+    side = SchedulerSide(config_of(endpoint, tmp_path), BLOCK, tables=True)
+    try:
+        assert told(endpoint, desk.AskLedger(), LedgerSnapshot) == LedgerSnapshot(ledger="null")
+        side.bind_manager(scheduler.kv_cache_manager)
+        scheduler.add_request(a_request("r", [1] * (PAGE + 1), 4, "salt", hasher()))
+        scheduler.schedule()
+        found = told(endpoint, desk.AskLedger(), LedgerSnapshot)
+    finally:
+        side.close()
+
+    (row,) = found.rows
+    assert (found.ledger, row.request_id, row.group, len(row.pages)) == ("generation", "r", 0, 2)
+    assert [(page.page, page.tag, page.owners, page.writer) for page in found.pages] == sorted(
+        (page, tag, ("r",), "r") for page, tag in zip(row.pages, row.tags, strict=True)
+    )
+    assert "salt" not in str(found)
+
+
 def asked(endpoint: str) -> EngineGauges:
+    return told(endpoint, desk.AskGauges(), EngineGauges)
+
+
+def told(endpoint: str, question: desk.Question, kind: type[T]) -> T:
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         MEMBERSHIP.client(socket)
         socket.connect(endpoint)
-        socket.send(desk.encode(desk.AskGauges()))
+        socket.send(desk.encode(question))
         assert socket.poll(5000)
-        return msgspec.msgpack.decode(socket.recv(), type=EngineGauges)
+        return msgspec.msgpack.decode(socket.recv(), type=kind)

@@ -8,6 +8,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
+from kv_transfer.api import LedgerRow, LedgerSnapshot
 from tests.support.engines import some_gauges
 from tests.support.members import MEMBERSHIP
 from workers.api import FaultKind
@@ -64,6 +65,18 @@ async def test_an_engine_that_misses_one_question_is_silent_and_can_answer_the_n
 
     assert caught.value.kind is FaultKind.ENGINE_DEAD
     assert again == some_gauges()
+
+
+async def test_a_ledger_arrives_as_the_engine_laid_it_open_or_not_at_all(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/g"
+    row = LedgerRow(request_id="r", group=0, pages=(1, 2), tags=(2**62, 0))
+    known = LedgerSnapshot(ledger="generation", rows=(row,))
+    async with answering(endpoint, msgspec.msgpack.encode(known), GOOD):
+        client = GaugeClient(endpoint, MEMBERSHIP)
+        assert await client.ledger() == known
+        with pytest.raises(EngineSilent, match="not a ledger"):
+            await client.ledger()
+        client.close()
 
 
 async def test_an_answer_that_is_not_gauges_is_a_fault(tmp_path: Path) -> None:

@@ -40,3 +40,4 @@ def test_a_request_that_ended_for_a_wrong_page_says_which_and_why() -> None:
         _raise_if_failed(ended)
 
     assert raised.value.kind is FaultKind.PAGE_INTEGRITY
+    assert raised.value.page_fault == fault

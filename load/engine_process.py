@@ -1,0 +1,90 @@
+"""An engine in a process of its own, told over its standard input what to do: a line of JSON each way."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO, Any, Final
+
+from load.manifest import ROOT
+from load.servers import ServerFailed, tail
+
+PROGRAM: Final = "kv_transfer.testing.cost"
+STOP_TIMEOUT_S: Final = 20.0
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    orders: IO[bytes]
+    answers: IO[bytes]
+
+    def ask(self, order: Mapping[str, Any]) -> Any:
+        """
+        Args:
+            order: what is to be started first, then `type` and the fields of that type in the program.
+
+        Raises:
+            ServerFailed: the process ended.
+        """
+        try:
+            self.orders.write(json.dumps(order).encode() + b"\n")
+            self.orders.flush()
+        except BrokenPipeError:
+            raise ServerFailed("the engine process ended") from None
+        line = self.answers.readline()
+        if not line:
+            raise ServerFailed("the engine process ended")
+        return json.loads(line)
+
+
+@contextmanager
+def engine_process(start: Mapping[str, Any], *, threads: int, cache_gib: int) -> Iterator[EngineProcess]:
+    """Started, and gone afterwards whatever happens. `ServerFailed` has its last words."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", PROGRAM],
+            cwd=ROOT,
+            env=os.environ | environment(threads, cache_gib),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        engine = EngineProcess(process.stdin, process.stdout)
+        try:
+            engine.ask(start)
+            yield engine
+        except ServerFailed as bad:
+            raise ServerFailed(f"{bad}\n{tail(log)}") from None
+        finally:
+            engine.orders.close()
+            engine.answers.close()
+            process.terminate()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                print("load: an engine process does not stop and is killed", file=sys.stderr)
+                process.kill()
+                process.wait()
+
+
+def environment(threads: int, cache_gib: int) -> dict[str, str]:
+    """As replicas start their engines, but for the core, which stays in the process that steps it."""
+    return {
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_KVCACHE_SPACE": str(cache_gib),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
