@@ -103,14 +103,18 @@ class TestingConfig:
     """Each decode replica loses its Nth frame with tokens, once. Counted from 1."""
     holds: str | None = None
     """Folder of barriers that keep requests in a stage; an absolute path."""
+    page_faults: str | None = None
+    """Folder in which faults of cache pages are armed, for one engine at a time; an absolute path."""
 
     handle_arm: bool = False
     """Serve the model a second time, as `ID-through-handle`: its tokens come through Serve handles instead of
     the token bus. For `python -m load gateway-cost`."""
 
     def __post_init__(self) -> None:
-        if self.holds is not None and not Path(self.holds).is_absolute():
-            raise ValueError("holds must be an absolute path")
+        for name in ("holds", "page_faults"):
+            folder = getattr(self, name)
+            if folder is not None and not Path(folder).is_absolute():
+                raise ValueError(f"{name} must be an absolute path")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ class TransferCause(StrEnum):
     FOREIGN_PEER = "foreign_peer"  # announced for another decode engine
     LAYOUT_MISMATCH = "layout_mismatch"
     CHECKSUM = "checksum"
+    STALE_TRANSFER = "stale_transfer"  # the ticket is of an engine that was restarted, or pages changed hands
     PROTOCOL = "protocol"  # the peer said something that its state does not allow
     LINK_DOWN = "link_down"
     DEADLINE = "deadline"

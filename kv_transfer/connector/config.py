@@ -34,6 +34,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Whether pages have tags, and every step's tables are checked against them."""
     faults: FaultConfig = FaultConfig()
 
+    def __post_init__(self) -> None:
+        if self.faults.page_faults is not None and self.backend != "gloo":
+            raise ValueError("faults.page_faults: tables can be made to go wrong on CPU only")
+
     def membership(self) -> Membership:
         """Raises OSError when the file is missing, ValueError when it holds no key."""
         return Membership.read(Path(self.membership_file))

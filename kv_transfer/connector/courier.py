@@ -40,7 +40,17 @@ PARK_S = 60.0
 
 
 class Courier:
-    def __init__(self, config: ConnectorConfig, *, rank: int, layout: Layout, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        *,
+        rank: int,
+        layout: Layout,
+        device: torch.device,
+        through: Callable[[Link], Link] = lambda link: link,
+    ) -> None:
+        """`through`: what a link is used through."""
+        self._through = through
         self._config = config
         self._device = device
         self._watchdog = Watchdog()
@@ -71,6 +81,7 @@ class Courier:
         self.failure: BaseException | None = None
         """What ended the thread, if it was not `close`. The engine must not go on without it."""
         self.sender = Sender(
+            engine_id=config.engine_id,
             layout=layout,
             wire=self,
             later=self.later,
@@ -149,7 +160,7 @@ class Courier:
         return lane
 
     def _link(self, store: object, link: m.LinkAddress, rank: int) -> Link:
-        return TorchLink(
+        built = TorchLink(
             store=store,
             link_id=link.link_id,
             rank=rank,
@@ -159,6 +170,7 @@ class Courier:
             timeout_s=self._config.link_timeout_s,
             watchdog=self._watchdog,
         )
+        return self._through(built)
 
     # -- the thread
 

@@ -29,6 +29,7 @@ from kv_transfer.connector.step_check import StepCheck
 from kv_transfer.connector.worker_side import WorkerSide
 from kv_transfer.integrity.prestep import Copy
 from kv_transfer.integrity.verify import Tables
+from kv_transfer.testing.step_faults import StepFaults
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -96,6 +97,10 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
     def guard(self) -> Guard:
         return self._s.guard
 
+    @property
+    def step_faults(self) -> StepFaults:
+        return self._s.step_faults
+
     def bind_counts(self, counts: Callable[[], tuple[int, int]]) -> None:
         self._s.bind_counts(counts)
 
@@ -138,7 +143,7 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
         return self._w.check
 
     def bind_runner(self, runner: Any) -> None:
-        self._w.check.bind_runner(runner)
+        self._w.bind_runner(runner)
 
     def before_step(
         self, orders: CheckOrders, clear: Sequence[int], copies: Sequence[Copy]

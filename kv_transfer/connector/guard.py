@@ -39,6 +39,8 @@ class Guard:
         """Flagged requests that the scheduler still knows."""
         self._found: Counter[IntegrityCause] = Counter()
         """By the worker."""
+        self._coming: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        """Pages that requests wait for, and the tags under which they were ordered."""
 
     def watch(self, manager: "KVCacheManager") -> None:
         """Keep a ledger of this manager's pages. Raises UnwatchablePool."""
@@ -68,6 +70,17 @@ class Guard:
             return full
         return replace(full, checked=LEDGER_CHECKS, unchecked=TABLE_CHECKS)
 
+    def expect(self, request_id: str, pages: Sequence[int]) -> tuple[int, ...]:
+        """The request waits for these pages to come; returns their tags."""
+        tags = self.ledger.tags(pages)
+        if tags:
+            self._coming[request_id] = (tuple(pages), tags)
+        return tags
+
+    def gone(self, request_id: str) -> None:
+        """It waits for nothing any more."""
+        self._coming.pop(request_id, None)
+
     def before_step(self, scheduler: "Scheduler", output: "SchedulerOutput") -> CheckOrders | None:
         """Check the ledger; take flagged requests out of the step. None without a ledger."""
         ledger = self.ledger
@@ -91,7 +104,11 @@ class Guard:
             return
         self.counts = news.counts
         self._found.update(news.refused)
-        for request_id, found in news.faults.items():
+        came = {r: self._came(r) for r, report in news.reports.items() if report.cause is None}
+        for request_id in news.reports:
+            self.gone(request_id)
+        faults = {r: fault for r, fault in came.items() if fault is not None} | news.faults
+        for request_id, found in faults.items():
             # One that was flagged is flagged again in the step that was under way by then.
             if request_id not in self._ending and _alive(scheduler, request_id):
                 fault = self._refined(found)
@@ -119,6 +136,14 @@ class Guard:
     def ending(self, scheduler: "Scheduler") -> dict[str, PageFault]:
         """Requests that are to end with this step, and why."""
         return {r: f for r, f in self._ending.items() if _alive(scheduler, r)}
+
+    def _came(self, request_id: str) -> PageFault | None:
+        """The worker looked before it wrote; the pages may have changed hands since."""
+        pages, tags = self._coming.get(request_id, ((), ()))
+        for page, expected, found in zip(pages, tags, self.ledger.tags(pages), strict=True):
+            if expected != found:
+                return PageFault(IntegrityCause.STALE_TRANSFER, page, expected, found)
+        return None
 
     def _refined(self, fault: PageFault) -> PageFault:
         """A worker knows tags and no owners: a page that nobody has was freed, not given to another."""

@@ -18,6 +18,7 @@ from kv_transfer.integrity.checker import CheckCounts
 from kv_transfer.integrity.delta import LedgerDelta
 from kv_transfer.integrity.device import NOTHING_SEEN, Seen, Verdict
 from kv_transfer.integrity.prestep import Rights
+from kv_transfer.testing.table_faults import TableFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,8 @@ class SendProgress:
     computed_tokens: int
     prompt_tokens: int
     request_id: str = ""
+    tags: tuple[int, ...] = ()
+    """Of the pages, when the request was given them; none without a ledger."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,8 @@ class CheckOrders:
 class StepOrders(KVConnectorMetadata):
     check: CheckOrders | None = None
     """None without a ledger."""
+    spoiled: tuple[TableFault, ...] = ()
+    """Faults on purpose."""
     # decode side
     receives: list[ReceiveOrder] = field(default_factory=list)
     cancels: list[str] = field(default_factory=list)
@@ -95,7 +100,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
     verdict: Verdict | Seen = NOTHING_SEEN
     """The same from a device, not yet explained; see `integrity.device`."""
     refused: list[IntegrityCause] = field(default_factory=list)
-    """Clearing and copying of pages that was ordered and not done."""
+    """What was ordered, or came, and was not done: clearing, copying, shipping, taking in."""
     counts: CheckCounts = field(default_factory=CheckCounts)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "WorkerNews":

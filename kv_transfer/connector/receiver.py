@@ -186,6 +186,7 @@ class Receiver:
                 version=m.VERSION,
                 transfer_id=order.ticket.transfer_id,
                 engine_id=self._engine_id,
+                to_engine=order.ticket.peer_engine,
                 layout=self._layout,
                 first_page=order.first_page,
                 pages=len(order.page_ids),

@@ -28,6 +28,7 @@ class _Telling(Scheduler):
         connector.bind_counts(self.get_request_counts)
         self._first_outputs = FirstOutputs(connector.report_of)
         self._guard = connector.guard
+        self._faults = connector.step_faults
         self._ending: dict[str, PageFault] = {}
         """Requests that end with the step that is being taken in."""
 
@@ -36,15 +37,18 @@ class _Telling(Scheduler):
         super().add_request(request)
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":
+        self._faults.before(self)
         output = super().schedule(*args, **kwargs)
         self._first_outputs.scheduled(new.req_id for new in output.scheduled_new_reqs)
         return output
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: "SchedulerOutput") -> Any:
+        spoiled = self._faults.in_step(self, scheduler_output)
         check = self._guard.before_step(self, scheduler_output)
         metadata = super()._build_kv_connector_meta(connector, scheduler_output)
-        metadata.check = check
-        if check is not None and scheduler_output.total_num_scheduled_tokens:
+        metadata.check, metadata.spoiled = check, spoiled
+        self._faults.told(self, metadata)
+        if (check is not None or self._faults.active) and scheduler_output.total_num_scheduled_tokens:
             scheduler_output.has_sync_kv_loads = True  # the connector comes before the forward
         return metadata
 

@@ -19,6 +19,7 @@ from kv_transfer.connector.metadata import (
     WorkerAddress,
     WorkerNews,
 )
+from kv_transfer.testing.step_faults import step_faults
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -60,6 +61,7 @@ class SchedulerSide:
         self._gauges = GaugeServer(config.gauges_endpoint, config.membership())
         self._integrity = config.integrity
         self.guard = Guard()
+        self.step_faults = step_faults(config.faults)
         self._gauges.bind_integrity(
             lambda: (self.guard.mismatches(), self.guard.counts, self.guard.coverage(tables=tables))
         )
@@ -128,7 +130,7 @@ class SchedulerSide:
             receiving.ticket,
             first_page,
             tuple(page_ids),
-            self.guard.ledger.tags(page_ids),
+            self.guard.expect(request.request_id, page_ids),
         )
         self._orders.receives.append(order)
 
@@ -143,6 +145,7 @@ class SchedulerSide:
             self._orders.dropped.append(transfer_id)
             return False, None
         receiving = self._receiving.pop(request_id, None)
+        self.guard.gone(request_id)
         if receiving is None:
             return False, None
         if receiving.report is not None:
@@ -192,6 +195,7 @@ class SchedulerSide:
                     computed + output.num_scheduled_tokens[request_id],
                     sending.prompt_tokens,
                     request_id,
+                    self.guard.ledger.given(request_id, page_ids[0]),
                 )
             )
 

@@ -17,7 +17,8 @@ from kv_transfer.api.errors import TransferCause, TransferError
 from kv_transfer.api.handoff import Ticket
 from kv_transfer.api.log_fields import traced
 from kv_transfer.api.page import Layout
-from kv_transfer.connector.wire import LaneLike, Later, SenderWire
+from kv_transfer.connector.send_records import Lane, Over, Send, Unwanted
+from kv_transfer.connector.wire import Later, SenderWire
 from kv_transfer.protocol import messages as m
 from kv_transfer.protocol.send_session import TABLE, Do, Event, State
 from kv_transfer.protocol.table import step
@@ -39,48 +40,11 @@ class Want:
     pages: int
 
 
-@dataclass
-class _Send:
-    transfer_id: str
-    due: float
-    state: State
-    peer_engine: str = ""
-    """Who may fetch, once announced."""
-    offer: m.Offer | None = None
-    route: bytes = b""
-    shipped_pages: int = 0
-    on_wire: int = 0
-    """Jobs handed to the lane and not ended."""
-    cause: TransferCause = TransferCause.UNKNOWN_TRANSFER
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Unwanted:
-    engine_id: str
-    """Who said so; empty: our own side."""
-    due: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Over:
-    """A transfer that was announced and has ended: whoever asks for it now is told at once."""
-
-    cause: TransferCause
-    due: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Lane:
-    lane: LaneLike
-    route: bytes
-    """Whose link it is."""
-
-
 class Sender:
     def __init__(
         self,
         *,
+        engine_id: str,
         layout: Layout,
         wire: SenderWire,
         later: Later,
@@ -89,17 +53,19 @@ class Sender:
         now: Callable[[], float],
     ) -> None:
         """`park_s`: longest that an offer waits for its announcement."""
+        self._engine_id = engine_id
         self._layout, self._wire, self._later, self._now = layout, wire, later, now
         self._park_s, self._staging_bytes = park_s, staging_bytes
-        self._sends: dict[str, _Send] = {}
-        self._unwanted: dict[str, _Unwanted] = {}
-        self._over: dict[str, _Over] = {}
-        self._lanes: dict[str, _Lane] = {}
+        self._sends: dict[str, Send] = {}
+        self._unwanted: dict[str, Unwanted] = {}
+        self._over: dict[str, Over] = {}
+        self._lanes: dict[str, Lane] = {}
         self._lost_links: deque[str] = deque(maxlen=LINKS_REMEMBERED)
         self._lock = threading.Lock()
         self._wanted: dict[str, Want] = {}
         self._staged_bytes = 0
         self._closed: list[str] = []
+        self._stale_offers = 0
         self.news = threading.Event()
         """Set when `take_closed` or `wanted` may have something new."""
 
@@ -123,6 +89,12 @@ class Sender:
             closed, self._closed = self._closed, []
         return closed
 
+    def take_stale_offers(self) -> int:
+        """Offers since the last call that were meant for an earlier start of this engine."""
+        with self._lock:
+            count, self._stale_offers = self._stale_offers, 0
+        return count
+
     # -- courier thread
 
     def in_flight(self) -> int:
@@ -133,7 +105,7 @@ class Sender:
         send = self._sends.get(transfer_id)
         if send is None:
             due = self._now() + ticket.deadline_s
-            self._sends[transfer_id] = _Send(transfer_id, due, State.ANNOUNCED, ticket.peer_engine)
+            self._sends[transfer_id] = Send(transfer_id, due, State.ANNOUNCED, ticket.peer_engine)
             self._over.pop(transfer_id, None)
             unwanted = self._unwanted.pop(transfer_id, None)
             if unwanted is not None and unwanted.engine_id in ("", ticket.peer_engine):
@@ -150,12 +122,16 @@ class Sender:
         """The request ended without completing its pages, which now belong to others."""
         self._give_up(transfer_id, Event.GONE, TransferCause.PREFILL_ENDED)
 
+    def stale(self, transfer_id: str) -> None:
+        """Pages that were to be shipped have changed hands."""
+        self._give_up(transfer_id, Event.GONE, TransferCause.STALE_TRANSFER)
+
     def release(self, transfer_id: str) -> None:
         """Nobody will fetch this transfer any more, whether it is announced already or not."""
         if transfer_id in self._sends:
             self._give_up(transfer_id, Event.GONE, TransferCause.CANCELLED)
         elif transfer_id not in self._over:
-            self._unwanted[transfer_id] = _Unwanted("", self._now() + self._park_s)
+            self._unwanted[transfer_id] = Unwanted("", self._now() + self._park_s)
 
     def routes(self) -> set[bytes]:
         """Peers that something is held or open for."""
@@ -206,6 +182,12 @@ class Sender:
         if offer.version != m.VERSION:
             detail = f"protocol version {offer.version}, here {m.VERSION}"
             self._refuse(route, offer, TransferCause.PROTOCOL, detail)
+        elif offer.to_engine != self._engine_id:
+            with self._lock:
+                self._stale_offers += 1
+            self._refuse(
+                route, offer, TransferCause.STALE_TRANSFER, "meant for an earlier start of the engine"
+            )
         elif offer.pages < 1 or offer.first_page < 0:
             self._refuse(route, offer, TransferCause.PROTOCOL, "no pages asked for")
         elif send is None and transfer_id in self._over:
@@ -214,7 +196,7 @@ class Sender:
             self._refuse(route, offer, TransferCause.UNKNOWN_TRANSFER, "too many offers wait")
         elif send is None:
             due = self._now() + self._park_s
-            self._sends[transfer_id] = _Send(transfer_id, due, State.PARKED, offer=offer, route=route)
+            self._sends[transfer_id] = Send(transfer_id, due, State.PARKED, offer=offer, route=route)
         elif send.offer is not None or send.state is not State.ANNOUNCED:
             # One offer is accepted per transfer: a second one is a replay or somebody else's guess.
             self._refuse(route, offer, TransferCause.PROTOCOL, "offered before")
@@ -225,7 +207,7 @@ class Sender:
     def _parked(self) -> int:
         return sum(send.state is State.PARKED for send in self._sends.values())
 
-    def _match(self, send: _Send, event: Event) -> None:
+    def _match(self, send: Send, event: Event) -> None:
         """Announcement and offer are both known: do they fit?"""
         offer = send.offer
         assert offer is not None
@@ -258,7 +240,7 @@ class Sender:
         send = self._sends.get(transfer_id)
         if send is None:
             # Either it is over, or its announcement is still on the way.
-            self._unwanted[transfer_id] = _Unwanted(abort.engine_id, self._now() + self._park_s)
+            self._unwanted[transfer_id] = Unwanted(abort.engine_id, self._now() + self._park_s)
             self._wire.tell_receiver(route, m.Drained(transfer_id=transfer_id))
             return
         expected = send.peer_engine or (send.offer.engine_id if send.offer else "")
@@ -320,7 +302,7 @@ class Sender:
         link_id = link.link_id
         if link_id not in self._lanes:
             lane = self._wire.join_lane(link, lambda error: self._later(lambda: self._down(link_id, error)))
-            self._lanes[link_id] = _Lane(lane, route)
+            self._lanes[link_id] = Lane(lane, route)
 
     def _down(self, link_id: str, error: TransferError) -> None:
         entry = self._lanes.pop(link_id, None)
@@ -363,11 +345,11 @@ class Sender:
         if send.state is State.CLOSED:
             del self._sends[transfer_id]
             if send.peer_engine:
-                self._over[transfer_id] = _Over(send.cause, self._now() + self._park_s)
+                self._over[transfer_id] = Over(send.cause, self._now() + self._park_s)
         else:
             self._if_quiet(transfer_id)
 
-    def _do(self, action: Do, send: _Send) -> None:
+    def _do(self, action: Do, send: Send) -> None:
         match action:
             case Do.SEND_READY:
                 assert send.offer is not None

@@ -119,6 +119,17 @@ class StepCheck:
         self._refused += judged.refused
         return judged.clear, judged.copies
 
+    def tables(self, context: "ForwardContext") -> list[tuple[int, Tables]]:
+        """(cache group, tables): what the kernels of this forward get, as arrays that share its memory."""
+        metadata = context.attn_metadata
+        if not isinstance(metadata, dict):
+            return []
+        return [
+            (group, tables)
+            for group, layers in enumerate(self._layers)
+            for tables in _tables_of(layers, metadata, context.slot_mapping)
+        ]
+
     def before_forward(self, orders: CheckOrders | None, context: "ForwardContext") -> set[str]:
         """Check, and contain what is wrong; returns the requests that must end."""
         metadata = context.attn_metadata
@@ -128,11 +139,7 @@ class StepCheck:
             self._checker.counts.unchecked += 1
             return set(self._faults)
         began = self._now()
-        groups = [
-            (group, tables)
-            for group, layers in enumerate(self._layers)
-            for tables in _tables_of(layers, metadata, context.slot_mapping)
-        ]
+        groups = self.tables(context)
         self.counts.seconds += self._now() - began
         batch = self._runner.input_batch
         assert isinstance(self._checker, Checker)
@@ -141,7 +148,7 @@ class StepCheck:
         return set(self._faults)
 
     def lost(self, page_ids: Sequence[int], tags: Sequence[int]) -> PageFault | None:
-        """The first of these pages that does not have its tag any more: nothing may be written there."""
+        """The first of these pages that does not have its tag any more: it is not to be read, or written."""
         if not self._checked:
             return None
         known = self._checker.shadow.tags
@@ -162,8 +169,12 @@ class StepCheck:
         """Found outside a forward."""
         self._faults[request_id] = fault
 
+    def refuse(self, cause: IntegrityCause) -> None:
+        """Something was not done, and nobody has to end for it."""
+        self._refused.append(cause)
+
     def take(self) -> tuple[dict[str, PageFault], list[IntegrityCause]]:
-        """Faults, and refused clearing and copying, since the last call."""
+        """Faults, and what was refused, since the last call."""
         faults, self._faults = self._faults, {}
         refused, self._refused = self._refused, []
         return faults, refused

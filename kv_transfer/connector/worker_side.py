@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kv_transfer.api.errors import TransferCause
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport
+from kv_transfer.api.integrity import IntegrityCause, PageFault
 from kv_transfer.api.log_fields import traced
 from kv_transfer.api.page import Layout
 from kv_transfer.codec import CODECS
@@ -26,6 +27,7 @@ from kv_transfer.connector.receiver import Outcome
 from kv_transfer.connector.step_check import StepCheck
 from kv_transfer.integrity.device import NOTHING_SEEN, Seen, Verdict
 from kv_transfer.testing.faults import Faults
+from kv_transfer.testing.table_faults import TableFaults
 from kv_transfer.transport.lane import Fence
 
 if TYPE_CHECKING:
@@ -51,6 +53,8 @@ class _Table:
     computed_tokens: int
     prompt_tokens: int
     request_id: str = ""
+    tags: tuple[int, ...] = ()
+    """Of the pages, when the request was given them; none without a ledger."""
     verdict: Verdict | Seen = NOTHING_SEEN
     """Of the step that wrote to the pages last, where it comes later than the step."""
     shipped_pages: int = 0
@@ -89,6 +93,7 @@ class WorkerSide:
         self._flagged: set[str] = set()
         """In the step that is being computed: what it writes is not shipped."""
         self._faults = Faults(config.faults)
+        self._table_faults = TableFaults(rank)
         self._tables: dict[str, _Table] = {}
         self._live: set[str] = set()
         """Announced transfers whose request still owns, or holds, its pages."""
@@ -109,7 +114,13 @@ class WorkerSide:
         self._codec = CODECS[self._layout.format]
         self._caches = list(caches.values())
         device = self._caches[0].device
-        self._courier = Courier(self._config, rank=self._rank, layout=self._layout, device=device)
+        self._courier = Courier(
+            self._config, rank=self._rank, layout=self._layout, device=device, through=self._faults.link
+        )
+
+    def bind_runner(self, runner: Any) -> None:
+        self.check.bind_runner(runner)
+        self._table_faults.bind_runner(runner)
 
     def address(self) -> WorkerAddress:
         assert self._layout is not None
@@ -125,6 +136,7 @@ class WorkerSide:
     def begin_step(self, orders: StepOrders) -> None:
         """Pass on what the scheduler side decided. Queues work; waits for nobody."""
         courier = self._running()
+        self._faults.told(orders.spoiled)
         for ticket in orders.announces:
             self._live.add(ticket.transfer_id)
             courier.later(partial(courier.sender.announce, ticket))
@@ -147,6 +159,8 @@ class WorkerSide:
 
     def check_step(self, orders: StepOrders, context: "ForwardContext") -> None:
         """Before the forward: rows that are not as ordered write nothing, and their requests end."""
+        if orders.spoiled:
+            self._table_faults.spoil(orders.spoiled, self.check.tables(context))
         self._flagged = self.check.before_forward(orders.check, context)
 
     def after_forward(self, orders: StepOrders) -> None:
@@ -168,6 +182,8 @@ class WorkerSide:
         finished = Finished(set(), set(), set())
         for outcome in self._faults.due(courier.receiver.take()):
             self._finish_receive(courier, outcome, finished)
+        for _ in range(courier.sender.take_stale_offers()):
+            self.check.refuse(IntegrityCause.STALE_TRANSFER)
         self._closed.update(self._live.intersection(courier.sender.take_closed()))
         for transfer_id in self._closed & self._held.keys():
             finished.sending.add(self._held.pop(transfer_id))
@@ -196,10 +212,14 @@ class WorkerSide:
         table = self._tables.get(progress.transfer_id)
         if table is None:
             table = self._tables[progress.transfer_id] = _Table(
-                progress.page_ids, progress.computed_tokens, progress.prompt_tokens, progress.request_id
+                progress.page_ids,
+                progress.computed_tokens,
+                progress.prompt_tokens,
+                progress.request_id,
+                progress.tags,
             )
         else:
-            table.page_ids = progress.page_ids
+            table.page_ids, table.tags = progress.page_ids, progress.tags
             table.computed_tokens = progress.computed_tokens
         table.verdict = self.check.verdict()
 
@@ -216,12 +236,26 @@ class WorkerSide:
             if self._faults.keeps_pages(transfer_id):
                 return
             end = min(start + group, complete, first_page + wanted)
+            lost = self.check.lost(table.page_ids[start:end], table.tags[start:end])
+            if lost is not None:
+                self._give_up_stale(courier, transfer_id, table, lost)
+                return
             page_ids = self._faults.pages(transfer_id, table.page_ids[start:end])
             data = self._codec.encode(self._caches, page_ids)
             table.shipped_pages += end - start
             judged = JudgedFence(data.device, table.verdict, table.request_id)
             fence = self._faults.fence(transfer_id, judged)
             courier.sender.ship(transfer_id, start, end - start, data, fence)
+
+    def _give_up_stale(self, courier: Courier, transfer_id: str, table: _Table, lost: PageFault) -> None:
+        """What lies in the pages now is another's: it is not read. Decode computes its prompt itself."""
+        log.error(
+            "pages to be shipped have changed hands",
+            extra={"transfer": transfer_id, "cause": lost.cause, "page": lost.page},
+        )
+        table.page_ids = ()
+        self.check.refuse(lost.cause)
+        courier.later(partial(courier.sender.stale, transfer_id))
 
     def _finish_receive(self, courier: Courier, outcome: Outcome, finished: Finished) -> None:
         order = outcome.order
@@ -235,6 +269,8 @@ class WorkerSide:
             for group in outcome.groups:
                 pages = order.page_ids[group.offset : group.offset + group.pages]
                 self._codec.decode(group.data, self._caches, pages)
+        elif cause is TransferCause.CHECKSUM:
+            self.check.refuse(IntegrityCause.PAYLOAD_CHECKSUM)
         if cause is None:
             courier.later(partial(courier.receiver.copied, transfer_id))
         if not mine:

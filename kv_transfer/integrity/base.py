@@ -1,7 +1,7 @@
 """What is asked of a ledger wherever there may be none, and the ledger that knows nothing."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from kv_transfer.api.integrity import LEDGER_CHECKS, NOTHING_CHECKED, TABLE_CHECKS, Coverage, IntegrityCause
@@ -23,6 +23,10 @@ class PageLedger(Protocol):
     def snapshot(self) -> LedgerSnapshot:
         """From any thread."""
 
+    def given(self, request_id: str, pages: Sequence[int]) -> tuple[int, ...]:
+        """Tags under which the request was given these pages, which are the first of its row in group 0; none
+        where nothing is known."""
+
 
 class NullLedger:
     """Knows nothing and costs nothing: no hook is installed for it, and no step asks it anything."""
@@ -38,3 +42,6 @@ class NullLedger:
 
     def snapshot(self) -> LedgerSnapshot:
         return LedgerSnapshot(ledger="null")
+
+    def given(self, request_id: str, pages: Sequence[int]) -> tuple[int, ...]:
+        return ()

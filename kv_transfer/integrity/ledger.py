@@ -56,6 +56,10 @@ class GenerationLedger:
         self._rows: dict[str, list[_Row]] = {}
         self._bindings = HashBindings()
         self._serving: tuple[str, int] | None = None
+        self._touched: set[int] = set()
+        """Pages that whoever is, or was last, served found by their content."""
+        self._fresh: set[int] = set()
+        """Allocated for the step that is being put together."""
         self._changed: set[int] = set()
         self._freed_owned: dict[int, dict[str, int]] = {}
         """Freed while somebody mapped them. A window that moved on is a good reason; it is told later."""
@@ -83,6 +87,10 @@ class GenerationLedger:
     def writer(self, page: int) -> str | None:
         """The request for which the page was allocated; None once it was freed."""
         return self._writers.get(page)
+
+    def is_fresh(self, page: int) -> bool:
+        """Whether the page was allocated for the step that is being put together: nothing is in it yet."""
+        return page in self._fresh
 
     def extents(self, request_id: str) -> list[tuple[int, int]]:
         """(Entries that fell out of the window, entries) of its row in each group; zeros when unknown."""
@@ -125,6 +133,10 @@ class GenerationLedger:
             ),
         )
 
+    def given(self, request_id: str, pages: Sequence[int]) -> tuple[int, ...]:
+        row = self.row(request_id, 0)[: len(pages)]
+        return tuple(tag for _, tag in row)
+
     # -- the pool, page by page
 
     def allocated(self, page: int) -> None:
@@ -134,6 +146,7 @@ class GenerationLedger:
         elif page not in self._freed_owned and page in self._owners:
             self._flag(IntegrityCause.DOUBLE_ASSIGNED, page, self._owners[page])
         self._bindings.drop(page)
+        self._fresh.add(page)
         if self._serving is not None:
             self._writers[page] = self._serving[0]
         self._retag(page, self._serving[1] if self._serving is not None else NO_DOMAIN)
@@ -145,6 +158,7 @@ class GenerationLedger:
             self._flag(IntegrityCause.FREED, page, owners or ())
             return False
         self._free[page] = 1
+        self._fresh.discard(page)
         self._writers.pop(page, None)
         before = self._tags[page]
         self._bindings.follow(page, before, self._retag(page, tag_domain(before)))
@@ -160,6 +174,7 @@ class GenerationLedger:
     def touched(self, page: int) -> None:
         """A page got one more reference for its content."""
         self._changed.add(page)
+        self._touched.add(page)
 
     def bound(self, key: Hashable, page: int) -> None:
         domain = None if self._serving is None else self._serving[1]
@@ -186,6 +201,7 @@ class GenerationLedger:
     def serve(self, request_id: str, domain: int) -> None:
         """Until `serve_nobody`, what the pool tells is done for this request."""
         self._serving = (request_id, domain)
+        self._touched.clear()
 
     def serve_nobody(self) -> None:
         self._serving = None
@@ -220,13 +236,17 @@ class GenerationLedger:
             for loser in lost:
                 self._take_from(loser, page)
         tag = self._tags[page]
-        self._append(row, page, tag, own=self._writers.get(page) == request_id)
+        own = self._writers.get(page) == request_id
+        self._append(row, page, tag, own=own)
         owners = self._owners.setdefault(page, {})
         before = owners.get(request_id, 0)
         owners[request_id] = before + 1
         if before:
             self._flag(IntegrityCause.DOUBLE_ASSIGNED, page, (request_id,))
         elif len(owners) > 1 and not self._bindings.covers(page, tag):
+            self._flag(IntegrityCause.DOUBLE_ASSIGNED, page, owners)
+        elif not own and page not in self._touched:
+            # Neither allocated for this request nor found by its content: given out as new while in use.
             self._flag(IntegrityCause.DOUBLE_ASSIGNED, page, owners)
         if self._free[page]:
             self._flag(IntegrityCause.FREED, page, owners)
@@ -314,6 +334,9 @@ class GenerationLedger:
         for page in sorted(self._freed_owned):
             cause = IntegrityCause.FREED if self._free[page] else IntegrityCause.REALLOCATED
             self._flag(cause, page, self._freed_owned[page])
+            # Some of them have ended, and hold their pages for a transfer: whoever gets the page is alone.
+            for loser in self._freed_owned[page]:
+                self._take_from(loser, page)
         self._freed_owned.clear()
         uneven = [p for p in self._changed if len(self._owners.get(p, ())) != references(p)]
         self._changed.clear()
@@ -341,6 +364,7 @@ class GenerationLedger:
                         RowGrowth(request_id, group, start, row.pages[rest], row.tags[rest], row.own[rest])
                     )
         self._grown.clear()
+        self._fresh.clear()
         return delta
 
     # -- inside

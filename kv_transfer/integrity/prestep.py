@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kv_transfer.api.integrity import IntegrityCause, PageFault
 from kv_transfer.integrity.ledger import GenerationLedger
-from kv_transfer.integrity.tags import NO_TAG
+from kv_transfer.integrity.tags import NO_TAG, tag_domain
 
 Copy = tuple[int, int]
 """(from, to)"""
@@ -31,7 +31,8 @@ class Rights:
 def rights_of(ledger: GenerationLedger, clear: Iterable[int], copies: Iterable[Copy]) -> Rights:
     """Of what the scheduler ordered, that which the ledger agrees with.
 
-    A page may be cleared, or copied to, while the one request that it was allocated for is its only owner.
+    A page may be cleared, or copied to, in the step for which it was allocated, while the one request that it
+    was allocated for is its only owner.
     """
     rights = Rights()
     for page in clear:
@@ -39,13 +40,17 @@ def rights_of(ledger: GenerationLedger, clear: Iterable[int], copies: Iterable[C
             rights.clear[page] = (ledger.tag(page), owner)
     for source, target in copies:
         owner = _only_owner(ledger, target)
-        if owner is not None and not ledger.is_free(source):
+        if owner is not None and not ledger.is_free(source) and _same_tenant(ledger, source, target):
             rights.copy[source, target] = (ledger.tag(source), ledger.tag(target), owner)
     return rights
 
 
+def _same_tenant(ledger: GenerationLedger, source: int, target: int) -> bool:
+    return tag_domain(ledger.tag(source)) == tag_domain(ledger.tag(target))
+
+
 def _only_owner(ledger: GenerationLedger, page: int) -> str | None:
-    writer = ledger.writer(page)
+    writer = ledger.writer(page) if ledger.is_fresh(page) else None
     return writer if ledger.owners(page) == {writer} else None
 
 

@@ -24,10 +24,11 @@ import msgspec
 from kv_transfer.api.errors import TransferCause
 from kv_transfer.api.page import Layout
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Raised with any change to these messages or to the order of bytes on the link.
 
 1 (2026-11-30): first form.
+2 (2026-11-30): an offer names the engine that it is meant for.
 """
 
 
@@ -46,6 +47,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     version: int
     transfer_id: str
     engine_id: str
+    to_engine: str
+    """Of the start of the sender's engine that the ticket was made for: a later one has other pages."""
     layout: Layout
     first_page: int
     pages: int

@@ -1,11 +1,15 @@
 """What a broken transfer would do, for tests that must notice it; and barriers inside a transfer."""
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from kv_transfer.api.faults import FaultConfig
+from kv_transfer.api.faults import FaultConfig, PageFaultKind
 from kv_transfer.connector.receiver import Outcome
 from kv_transfer.testing.holds import LONGEST_S, LOOK_EVERY_S, Holds, holds_in
+from kv_transfer.testing.link_faults import CorruptingLink
+from kv_transfer.testing.table_faults import TableFault
+from kv_transfer.transport.base import Link
 from kv_transfer.transport.lane import Fence
 
 
@@ -17,6 +21,7 @@ class Faults:
         self._last: Sequence[int] = ()
         self._holds = holds_in(config.holds)
         self._kept: list[Outcome] = []
+        self._flip_next = threading.Event()
 
     def pages(self, transfer_id: str, page_ids: Sequence[int]) -> Sequence[int]:
         """The pages to gather instead of `page_ids`: with `foreign_pages`, those of an earlier group."""
@@ -26,6 +31,15 @@ class Faults:
         if not earlier or not transfer_id.startswith(self._config.only_transfers):
             return page_ids
         return [earlier[i % len(earlier)] for i in range(len(page_ids))]
+
+    def told(self, spoiled: Iterable[TableFault]) -> None:
+        """What goes wrong in this step."""
+        if any(fault.kind is PageFaultKind.CORRUPT_PAYLOAD for fault in spoiled):
+            self._flip_next.set()
+
+    def link(self, link: Link) -> Link:
+        """What the link is used through."""
+        return link if self._config.page_faults is None else CorruptingLink(link, self._flip_next)
 
     def keeps_pages(self, transfer_id: str) -> bool:
         """Barrier `ship`: pages that could leave do not, in this step."""

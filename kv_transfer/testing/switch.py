@@ -53,7 +53,9 @@ def adopted(manager: "KVCacheManager", requests: "Iterable[Request]") -> Generat
         tables = manager.get_block_ids(request.request_id)
         ledger.serve(request.request_id, domain_of(request.cache_salt or ""))
         for page in (page for table in tables for page in table if page != null):
-            if not ledger.owners(page):
+            if ledger.owners(page):
+                ledger.touched(page)
+            else:
                 ledger.allocated(page)
                 first = pool.blocks[page].block_hash
                 for key in (first, *pool.cached_block_hashes_by_block.get(page, ())) if first else ():

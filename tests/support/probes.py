@@ -141,6 +141,7 @@ def well_formed_frames() -> Iterator[bytes]:
             version=m.VERSION,
             transfer_id="0" * 32,
             engine_id="0" * 32,
+            to_engine="0" * 32,
             layout=layout,
             first_page=0,
             pages=1,

@@ -39,6 +39,7 @@ class SlowLedger:
         self.bindings: list[Binding] = []
         self.served: tuple[str, int] | None = None
         self.looked_at: set[int] = set()
+        self.found: set[int] = set()
         self.flagged: dict[str, PageFault] = {}
 
     def entries(self, request_id: str, page: int) -> list[Entry]:
@@ -92,6 +93,7 @@ class SlowLedger:
 
     def touched(self, page: int) -> None:
         self.looked_at.add(page)
+        self.found.add(page)
 
     def bound(self, key: Hashable, page: int) -> None:
         self.unbound(key, page)
@@ -116,6 +118,7 @@ class SlowLedger:
 
     def serve(self, request_id: str, domain: int) -> None:
         self.served = (request_id, domain)
+        self.found.clear()
 
     def serve_nobody(self) -> None:
         self.served = None
@@ -144,7 +147,7 @@ class SlowLedger:
         hashed = any((b.page, b.tag) == (page, self.tags[page]) for b in self.bindings)
         if request_id in others:
             self.flag(IntegrityCause.DOUBLE_ASSIGNED, page, {request_id})
-        elif others and not hashed:
+        elif (others and not hashed) or (self.writers.get(page) != request_id and page not in self.found):
             self.flag(IntegrityCause.DOUBLE_ASSIGNED, page, others | {request_id})
         if page in self.free:
             self.flag(IntegrityCause.FREED, page, self.owners(page))
@@ -186,7 +189,7 @@ class SlowLedger:
         for rows in self.rows.values():
             for row in rows:
                 for entry in row:
-                    entry.freed = False
+                    entry.lost, entry.freed = entry.lost or entry.freed, False
         for page in sorted(self.looked_at):
             if len(self.owners(page)) + held()[page] != references(page) != len(self.owners(page)):
                 self.flag(IntegrityCause.DOUBLE_ASSIGNED, page, self.owners(page))

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from zlib import crc32
 
 import torch
@@ -85,6 +85,7 @@ class World:
         self.lose_messages = False
         self.tamper: Callable[[torch.Tensor], None] | None = None
         self.sender = Sender(
+            engine_id="prefill",
             layout=sender_layout,
             wire=self,
             later=self.work.append,
@@ -129,8 +130,16 @@ class World:
         ticket = Ticket(transfer_id=transfer_id, role=Role.SEND, peer_engine=peer, deadline_s=deadline_s)
         self.sender.announce(ticket)
 
-    def ask(self, transfer_id: str, *, pages: int = 3, first_page: int = 0, deadline_s: float = 30.0) -> None:
-        ticket = _receiving(transfer_id, deadline_s)
+    def ask(
+        self,
+        transfer_id: str,
+        *,
+        pages: int = 3,
+        first_page: int = 0,
+        deadline_s: float = 30.0,
+        to_engine: str = "prefill",
+    ) -> None:
+        ticket = replace(_receiving(transfer_id, deadline_s), peer_engine=to_engine)
         order = ReceiveOrder(f"request-{transfer_id}", ticket, first_page, tuple(range(10, 10 + pages)))
         self.receiver.begin(order)
 

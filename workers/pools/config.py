@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from workers.bus.publisher import DropFrame, drop_nth
 from workers.profile.schema import ModelProfile, parse_profile
 from workers.profile.vllm_args import Device
+
+_FAULTS: Final = {"drop_bus_frame", "foreign_pages", "holds", "page_faults"}
 
 
 class ReplicaConfigError(ValueError):
@@ -30,13 +32,14 @@ class ReplicaConfig:
 
     `drop_bus_frame: N` loses the N-th frame with tokens. `foreign_pages: true` ships pages
     of another request. `holds: FOLDER` watches barriers there: see `kv_transfer.testing.holds`.
+    `page_faults: FOLDER` watches faults of pages there: see `kv_transfer.testing.armed`.
     """
 
     shutdown_grace_s: float = 10.0
     """How long requests inside may go on when the replica is told to stop."""
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.testing) - {"drop_bus_frame", "foreign_pages", "holds"})
+        unknown = sorted(set(self.testing) - _FAULTS)
         if unknown:
             raise ReplicaConfigError(f"testing.{unknown[0]}: no such fault")
         if self.testing and self.mode != "dev":
@@ -55,6 +58,8 @@ class ReplicaConfig:
             faults["foreign_pages"] = True
         if (folder := self.holds()) is not None:
             faults["holds"] = folder
+        if (armed := self.testing.get("page_faults")) is not None:
+            faults["page_faults"] = str(armed)
         return faults
 
     def holds(self) -> str | None:

@@ -22,6 +22,7 @@ def config(mode: str = "production", **changes: Any) -> SystemConfig:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("testing.drop_bus_frame", {"testing": {"drop_bus_frame": 1}}, "remove the key"),
+    ("testing.page_faults", {"testing": {"page_faults": "/faults"}}, "remove the key"),
     ("host", {"host": "0.0.0.0"}, "expose: true"),
     ("host", {"host": "::"}, "expose: true"),
     ("host", {"host": "gateway.internal"}, "127.0.0.1"),
@@ -51,7 +52,9 @@ def test_production_refuses_naming_key_and_remedy_and_dev_takes_it(
 def test_all_refusals_come_at_once() -> None:
     everything: dict[str, Any] = {}
     for _, setting, _ in REFUSED:
-        everything |= setting
+        for section, value in setting.items():
+            more = isinstance(value, dict)
+            everything[section] = everything.get(section, {}) | value if more else value
 
     assert {mistake.key for mistake in refusals(config(**everything))} == {key for key, _, _ in REFUSED}
 

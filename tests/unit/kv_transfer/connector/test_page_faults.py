@@ -4,14 +4,17 @@ Each fault is also let loose on an engine without a ledger, where it must change
 would be shown.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy, make_block_hash_with_group_id
 
+from kv_transfer.api.handoff import HandoffOutcome, HandoffReport
 from kv_transfer.api.integrity import IntegrityCause as Cause
 from kv_transfer.api.integrity import PageFault
+from kv_transfer.connector.metadata import WorkerNews
 from kv_transfer.connector.scheduler import PhasegateAsyncScheduler, PhasegateScheduler
 from kv_transfer.integrity.ledger import GenerationLedger
 from kv_transfer.integrity.verify import Tables
@@ -398,4 +401,35 @@ def test_who_hit_what_a_flagged_request_was_to_write_ends_too(
     clean.add("after", [8] * 40, salt="s")
     clean.run()
     assert engine.answers["after"].tokens == clean.answers["after"].tokens
+    engine.balanced()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("changed", "twice"),
+    [(False, False), (True, False), (True, True)],
+    ids=["as ordered", "changed hands", "and found before"],
+)
+def test_pages_that_came_are_looked_at_once_more_when_the_request_is_told(
+    engine_of: Engines, changed: bool, twice: bool
+) -> None:
+    """The worker looked before it wrote; the page is freed between its look and the scheduler's."""
+    engine = engine_of()
+    engine.add("a", PROMPTS["a"], salt="a")
+    engine.step()
+    pages = engine.keeper.tables["a"][0]
+    assert engine.guard.expect("a", pages) == engine.guard.ledger.tags(pages)
+    if changed:
+        engine.pool.free_blocks([engine.pool.blocks[pages[1]]])
+    came = HandoffReport(outcome=HandoffOutcome.SHIPPED, pages=3)
+    if twice:
+        found = PageFault(Cause.STALE_TRANSFER, pages[1], 0, 0)
+        engine.guard.after_step(engine.scheduler, None, WorkerNews(faults={"a": found}))
+    engine.guard.after_step(engine.scheduler, None, WorkerNews({"a": came}))
+
+    ending = {name: fault.cause for name, fault in engine.guard.ending(engine.scheduler).items()}
+    assert ending == ({"a": Cause.STALE_TRANSFER} if changed else {})
+    assert engine.guard.mismatches() == Counter(ending.values()), "counted once"
+    engine.run()
+    assert engine.answers["a"].reason == ("error" if changed else "length")
     engine.balanced()

@@ -58,6 +58,37 @@ def test_another_decode_engine_than_the_announced_one_gets_nothing(world: World)
     assert world.quiet()
 
 
+def test_an_offer_for_an_earlier_start_of_the_engine_is_refused_at_once(world: World) -> None:
+    """Whatever the transfer is called, and whether it was announced: the pages that were meant are gone."""
+    world.announce("t")
+    world.ask("t", to_engine="prefill, before it was restarted")
+    world.settle()
+
+    (outcome,) = world.outcomes()
+
+    assert outcome.cause is TransferCause.STALE_TRANSFER
+    assert world.sender.wanted() == {}
+    assert world.sender.take_stale_offers() == 1
+    assert world.sender.take_stale_offers() == 0
+
+
+@pytest.mark.parametrize("bytes_move", [True, False], ids=["nothing on the wire", "pages on the wire"])
+def test_pages_that_changed_hands_are_not_shipped_and_the_receiver_is_told(
+    world: World, bytes_move: bool
+) -> None:
+    world.start("t", pages=2)
+    world.ship("t", 0, 1)
+    world.settle(bytes_move=bytes_move)
+
+    world.sender.stale("t")
+    world.settle()
+
+    (outcome,) = world.outcomes()
+    assert (outcome.cause, outcome.groups) == (TransferCause.STALE_TRANSFER, ())
+    assert world.sender.take_closed() == ["t"]
+    assert world.quiet()
+
+
 def test_an_unknown_transfer_is_refused_when_no_announcement_comes(world: World) -> None:
     world.ask("guess", deadline_s=300.0)
     world.settle()

@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kv_transfer.api import desk
 from kv_transfer.api.errors import TransferCause
+from kv_transfer.api.faults import PageFaultKind
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
 from kv_transfer.api.integrity import IntegrityCause, PageFault
 from kv_transfer.connector.config import ConnectorConfig
@@ -25,6 +26,7 @@ from kv_transfer.integrity.delta import LedgerDelta
 from kv_transfer.integrity.device import Seen, Sighting
 from kv_transfer.integrity.prestep import Rights
 from kv_transfer.integrity.verify import Finding
+from kv_transfer.testing.table_faults import TableFault
 from tests.support.members import MEMBERSHIP, membership_file
 from tests.support.real_scheduler import cache_config
 
@@ -46,6 +48,7 @@ class Worker:
     failed: set[str] = field(default_factory=set)
     reports: dict[str, HandoffReport] = field(default_factory=dict)
     faults: dict[str, PageFault] = field(default_factory=dict)
+    refused: list[IntegrityCause] = field(default_factory=list)
 
     def step(self, orders: StepOrders | None = None) -> None:
         orders = orders or StepOrders()
@@ -58,13 +61,14 @@ class Worker:
         news = self.side.take_news()
         self.reports |= news.reports
         self.faults |= news.faults
+        self.refused += news.refused
 
     def write(self, page: int, value: float) -> None:
         for layer, cache in enumerate(self.caches.values()):
             cache[page] = value + layer / 2
 
 
-def worker(name: str, folder: Path, *, rank: int = 0) -> Worker:
+def worker(name: str, folder: Path, *, rank: int = 0, page_faults: Path | None = None) -> Worker:
     config = ConnectorConfig.parse(
         {
             "engine_id": name,
@@ -73,6 +77,7 @@ def worker(name: str, folder: Path, *, rank: int = 0) -> Worker:
             "gauges_endpoint": f"ipc://{folder}/{name}",
             "membership_file": membership_file(folder),
             "link_timeout_s": 5.0,
+            "faults": {} if page_faults is None else {"page_faults": str(page_faults)},
         }
     )
     side = WorkerSide(config, rank, StepCheck(NO_CACHE, checked=False))
@@ -325,6 +330,63 @@ def test_pages_are_written_only_while_they_have_the_tags_of_the_order(
     assert written == [not changed] * 3
     stale = {"d-t": PageFault(IntegrityCause.STALE_TRANSFER, 8, 80, 81)}
     assert decode.faults == (stale if changed else {})
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["as given", "changed hands"])
+def test_pages_are_shipped_only_while_they_have_the_tags_under_which_they_were_given(
+    pair: tuple[Worker, Worker], changed: bool
+) -> None:
+    """Held until they are fetched; page 4 is another request's by then."""
+    prefill, decode = pair
+    prefill.side.check = StepCheck(ONE_GROUP, checked=True)
+    tags = {3: 30, 4: 40, 5: 50}
+    prefill.side.check.before_step(CheckOrders(LedgerDelta(tags=dict(tags)), {}, Rights()), [], [])
+    prefill.step(announced("t"))
+    done = SendProgress("t", tuple(tags), PROMPT, PROMPT, "r", tuple(tags.values()))
+    prefill.step(StepOrders(progress=[done], held=[Held("t", "r")]))
+    if changed:
+        prefill.side.check.before_step(CheckOrders(LedgerDelta(tags={4: 41}), {}, Rights()), [], [])
+    decode.step(asked("t", prefill, (7, 8, 9)))
+
+    until((prefill, decode), lambda: decode.received == ["d-t"] and prefill.sent == {"r"})
+
+    cause = TransferCause.STALE_TRANSFER if changed else None
+    assert decode.reports["d-t"].cause is cause
+    assert prefill.refused == ([IntegrityCause.STALE_TRANSFER] if changed else [])
+
+
+def test_a_ticket_of_an_earlier_start_of_the_engine_is_refused_and_counted(
+    pair: tuple[Worker, Worker],
+) -> None:
+    prefill, decode = pair
+    prefill.step(announced("t"))
+    order = asked("t", prefill, (7,)).receives[0]
+    decode.step(StepOrders(receives=[replace(order, ticket=replace(order.ticket, peer_engine="earlier"))]))
+
+    until((prefill, decode), lambda: decode.failed == {"d-t"})
+    some_steps(prefill)
+
+    assert decode.reports["d-t"].cause is TransferCause.STALE_TRANSFER
+    assert prefill.refused == [IntegrityCause.STALE_TRANSFER]
+
+
+def test_bytes_that_are_not_what_was_sent_are_counted_and_never_written(tmp_path: Path) -> None:
+    prefill, decode = worker("prefill", tmp_path), worker("decode", tmp_path, page_faults=tmp_path)
+    try:
+        prefill.step(announced("t"))
+        fault = TableFault(PageFaultKind.CORRUPT_PAYLOAD, "d-t", 0, 0)
+        decode.step(replace(asked("t", prefill, (7, 8, 9)), spoiled=(fault,)))
+        for page in (3, 4, 5):
+            prefill.write(page, float(page))
+        prefill.step(computed("t", (3, 4, 5), PROMPT))
+        until((prefill, decode), lambda: decode.failed == {"d-t"})
+    finally:
+        prefill.side.close()
+        decode.side.close()
+
+    assert decode.reports["d-t"].cause is TransferCause.CHECKSUM
+    assert decode.refused == [IntegrityCause.PAYLOAD_CHECKSUM]
+    assert not any(decode.caches["layer0"][page].any() for page in (7, 8, 9))
 
 
 def test_what_a_flagged_request_computed_is_not_shipped(pair: tuple[Worker, Worker]) -> None:

@@ -248,3 +248,65 @@ def test_the_null_ledger_knows_nothing_and_says_that_nothing_is_checked() -> Non
     assert ledger.coverage().unchecked == CHECKS
     assert len(GenerationLedger(2, 1, free=[1]).tags([0, 1])) == 2
     assert GenerationLedger(2, 1, free=[1]).coverage().checked == CHECKS
+
+
+def test_a_page_with_a_hash_that_is_given_out_as_new_is_double_assigned(bench: Bench) -> None:
+    """Its references add up, and shared pages have hashes: only nobody has found it by its content."""
+    bench.pool.admit("a", A, 2)
+    bench.pool.publish("a", 0)
+    page = bench.page("a", 0)
+    assert bench.step() == {}
+
+    bench.ledger.serve("b", A)
+    bench.pool.references[page] += 1
+    bench.pool.tables["b"] = [[page]]
+    bench.ledger.grow("b", [[page]])
+    bench.ledger.serve_nobody()
+
+    assert bench.causes() == {"a": DOUBLE, "b": DOUBLE}
+
+
+def test_a_page_is_fresh_until_its_step_is_sent_or_it_is_given_back(bench: Bench) -> None:
+    bench.pool.admit("a", A, 2)
+    pages = [bench.page("a", index) for index in (0, 1)]
+    assert all(map(bench.ledger.is_fresh, pages))
+
+    bench.step()
+    bench.ledger.take_delta()
+    assert not any(map(bench.ledger.is_fresh, pages))
+
+    bench.pool.admit("b", B, 1)
+    page = bench.page("b", 0)
+    bench.pool.finish("b")
+    assert not bench.ledger.is_fresh(page)
+
+
+def test_tags_under_which_a_request_was_given_its_pages_outlive_the_pages(bench: Bench) -> None:
+    bench.pool.admit("a", A, 2)
+    pages = [bench.page("a", index) for index in (0, 1)]
+    given = bench.ledger.given("a", pages)
+    assert given == bench.ledger.tags(pages)
+
+    bench.pool.free(pages[1])
+
+    assert bench.ledger.given("a", pages) == given != bench.ledger.tags(pages)
+    assert bench.ledger.given("a", pages[:1]) == given[:1]
+    assert bench.ledger.given("unknown", pages) == ()
+
+
+def test_whoever_gets_a_page_that_was_freed_too_early_is_not_to_blame(bench: Bench) -> None:
+    """`a` has ended and holds its pages for a transfer: nothing takes them from it when it is flagged."""
+    bench.pool.admit("a", A, 1)
+    page = bench.page("a", 0)
+    bench.step()
+    bench.pool.free(page)
+    assert bench.causes() == {"a": FREED}
+
+    bench.pool.queue.remove(page)
+    bench.pool.queue.appendleft(page)
+    bench.pool.admit("b", B, 1)
+
+    assert bench.page("b", 0) == page
+    assert bench.step() == {}
+    assert bench.ledger.owners(page) == {"b"}
+    assert bench.ledger.lost("a", [[page]], bench.pool.references.__getitem__) == [(0, 0)]

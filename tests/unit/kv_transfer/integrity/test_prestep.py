@@ -28,6 +28,26 @@ def test_only_a_fresh_page_of_one_owner_may_be_cleared_or_copied_to(pool: ToyPoo
     assert rights.copy == {(1, 3): (ledger.tag(1), ledger.tag(3), "b")}
 
 
+def test_a_page_of_an_earlier_step_is_neither_cleared_nor_copied_to(pool: ToyPool) -> None:
+    """It has been written to, also where its one owner is who it was allocated for."""
+    (ledger,) = pool.ledgers
+    ledger.take_delta()
+
+    assert not rights_of(ledger, [2, 3], [(1, 3)])
+
+    pool.extend("a", 1)
+    fresh = pool.tables["a"][0][-1]
+    assert rights_of(ledger, [fresh], []).clear == {fresh: (ledger.tag(fresh), "a")}
+
+
+def test_nothing_is_copied_from_another_tenant(pool: ToyPool) -> None:
+    (ledger,) = pool.ledgers
+    pool.admit("x", 2, 1)
+    page = pool.tables["x"][0][0]
+
+    assert rights_of(ledger, [], [(page, 3)]).copy == {}
+
+
 def test_what_is_rightful_runs(pool: ToyPool) -> None:
     (ledger,) = pool.ledgers
     judged = judge([2], [(1, 3)], rights_of(ledger, [2], [(1, 3)]), ledger.tag)

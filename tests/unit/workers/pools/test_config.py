@@ -49,6 +49,14 @@ def test_without_testing_nothing_is_dropped_or_shipped_wrong() -> None:
     assert config.connector_faults() == {}
 
 
+def test_page_faults_reach_the_engine_in_dev_and_are_refused_in_production() -> None:
+    assert a_config(mode="dev", testing={"page_faults": "/faults"}).connector_faults() == {
+        "page_faults": "/faults"
+    }
+    with pytest.raises(ReplicaConfigError, match="mode is dev"):
+        a_config(mode="production", testing={"page_faults": "/faults"})
+
+
 def test_barriers_reach_the_transfer_in_dev_and_are_refused_in_production() -> None:
     config = a_config(mode="dev", testing={"holds": "/barriers"})
 
