@@ -95,12 +95,22 @@ def hasher() -> Callable[[Any], Any]:
     return get_request_block_hasher(BLOCK, sha256_cbor)
 
 
-def a_request(name: str, token_ids: list[int], max_tokens: int, salt: str | None, block_hasher: Any) -> Any:
+def a_request(
+    name: str,
+    token_ids: list[int],
+    max_tokens: int,
+    salt: str | None,
+    block_hasher: Any,
+    *,
+    priority: int = 0,
+) -> Any:
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return Request(name, token_ids, sampling, None, cache_salt=salt, block_hasher=block_hasher)
+    return Request(
+        name, token_ids, sampling, None, cache_salt=salt, block_hasher=block_hasher, priority=priority
+    )
 
 
 @dataclass

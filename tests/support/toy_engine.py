@@ -61,6 +61,19 @@ def connected_config(folder: Path, *, integrity: bool, **changed: Any) -> Any:
     return engine_config(folder, kv_transfer_config=transfer, **changed)
 
 
+def digest(text: np.ndarray[Any, Any]) -> int:
+    """The token that follows."""
+    return zlib.crc32(text.tobytes()) % 1000
+
+
+def right_answer(prompt: list[int], count: int) -> list[int]:
+    """What the model answers when every page that it reads is the right one."""
+    text = np.array([*prompt, *[0] * count], np.int64)
+    for position in range(len(prompt), len(text)):
+        text[position] = digest(text[:position])
+    return [int(token) for token in text[len(prompt) :]]
+
+
 @dataclass
 class Answer:
     tokens: list[int] = field(default_factory=list)
@@ -110,10 +123,18 @@ class ToyEngine:
     def close(self) -> None:
         self.scheduler.connector.shutdown()
 
-    def add(self, name: str, prompt: list[int], *, max_tokens: int = 12, salt: str | None = None) -> None:
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        *,
+        max_tokens: int = 12,
+        salt: str | None = None,
+        priority: int = 0,
+    ) -> None:
         self.texts[name] = list(prompt)
         self.answers[name] = Answer()
-        self.scheduler.add_request(a_request(name, prompt, max_tokens, salt, self._hasher))
+        self.scheduler.add_request(a_request(name, prompt, max_tokens, salt, self._hasher, priority=priority))
 
     def step(self) -> None:
         """Schedule one, and take in the oldest when enough are under way."""
@@ -191,10 +212,11 @@ class ToyEngine:
         tokens = {}
         for row, (request_id, (computed, count)) in enumerate(plan.items()):
             tokens[request_id] = []
-            if computed + count == len(self.texts[request_id]):
+            if not self.scheduler.requests[request_id].is_prefill_chunk:
                 read = self.content[tables.block_table[row]].reshape(-1)[: tables.seq_lens[row]]
-                token = zlib.crc32(read.tobytes()) % 1000
-                self.texts[request_id].append(token)
+                token = digest(read)
+                # A token that was under way when its request was preempted is sampled again.
+                self.texts[request_id][computed + count :] = [token]
                 tokens[request_id] = [token]
         return tokens
 
