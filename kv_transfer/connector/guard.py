@@ -103,7 +103,8 @@ class Guard:
         if not isinstance(news, WorkerNews):
             return
         self.counts = news.counts
-        self._found.update(news.refused)
+        if news.refused:
+            self._found.update(news.refused)
         came = {r: self._came(r) for r, report in news.reports.items() if report.cause is None}
         for request_id in news.reports:
             self.gone(request_id)

@@ -183,14 +183,17 @@ class StepCheck:
 def _tables_of(layers: Sequence[str], metadata: dict[str, Any], slot_mapping: Any) -> list[Tables]:
     """Every combination of tensors that some layer of the group uses, once."""
     # Layers of a group share these objects, nearly always: told apart by identity, which costs little.
-    pairs = zip(map(metadata.__getitem__, layers), map(slot_mapping.get, layers), strict=True)
-    used = {(id(of_layer), id(slots)): (of_layer, slots) for of_layer, slots in pairs}
+    of_layers = {id(found): found for found in map(metadata.__getitem__, layers)}
+    slots_of_layers = {id(found): found for found in map(slot_mapping.get, layers)}
+    if len(of_layers) == len(slots_of_layers) == 1:
+        pairs = list(zip(of_layers.values(), slots_of_layers.values(), strict=True))
+    else:
+        pairs = [(metadata[layer], slot_mapping.get(layer)) for layer in layers]
     found: dict[tuple[int, ...], Tables] = {}
-    for of_layer, slots_of_layer in used.values():
+    for of_layer, slots_of_layer in pairs:
         reads = (of_layer.block_table, of_layer.seq_lens, of_layer.query_start_loc)
-        for slots in (of_layer.slot_mapping, slots_of_layer):
-            if slots is None:
-                continue
+        own = of_layer.slot_mapping
+        for slots in (own,) if slots_of_layer is None or slots_of_layer is own else (own, slots_of_layer):
             key = tuple(tensor.data_ptr() for tensor in (*reads, slots))
             if key not in found:
                 found[key] = Tables(*(tensor.numpy() for tensor in (*reads, slots)))

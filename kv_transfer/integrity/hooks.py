@@ -244,20 +244,21 @@ class WatchedCacheManager(KVCacheManager):
 
         Leading null pages say how far a window has moved. A shared page goes without any other sign.
         """
-        tables = self._tables(request_id)
         extents = self.ledger.extents(request_id)
         longer = False
-        for group, (table, (start, length)) in enumerate(zip(tables, extents, strict=True)):
-            end = start
-            while end < min(length, len(table)) and table[end].is_null:
-                end += 1
-            if end > start:
+        for group, manager in enumerate(self.coordinator.single_type_managers):
+            table = manager.req_to_blocks.get(request_id, ())
+            end, length = extents[group]
+            if end < length and end < len(table) and table[end].is_null:
+                while end < length and end < len(table) and table[end].is_null:
+                    end += 1
                 self.ledger.skip(request_id, group, end)
-            longer |= len(table) > length
+            if len(table) > length:
+                longer = True
         if grown and longer:
             more = [
                 [block.block_id for block in table[length:]]
-                for table, (_, length) in zip(tables, extents, strict=True)
+                for table, (_, length) in zip(self._tables(request_id), extents, strict=True)
             ]
             self.ledger.grow(request_id, more)
 
