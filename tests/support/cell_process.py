@@ -66,8 +66,7 @@ class CellPair:
     def __init__(self, model_dir: str = "") -> None:
         """`model_dir`: folder of a model; empty: two layers with random weights."""
         self._model_dir = model_dir
-        self._checked = CellProcess("on", model_dir)
-        self._unchecked = CellProcess("off", model_dir)
+        self._engines = {mode: CellProcess(mode, model_dir) for mode in ("on", "off")}
         self._calm: dict[bytes, Pair] = {}
 
     def calm(self, scene: Scene) -> Pair:
@@ -78,14 +77,14 @@ class CellPair:
         return self._calm[key]
 
     def play(self, scene: Scene) -> Pair:
-        for engine in (self._checked, self._unchecked):
+        for engine in self._engines.values():
             engine.ask(scene)
-        pair = Pair(self._checked.played(), self._unchecked.played())
-        if pair.unchecked.died:  # what a fault does where nothing is checked
-            self._unchecked.close()
-            self._unchecked = CellProcess("off", self._model_dir)
-        return pair
+        played = {mode: engine.played() for mode, engine in self._engines.items()}
+        for mode in [mode for mode, of_mode in played.items() if of_mode.died]:
+            self._engines[mode].close()
+            self._engines[mode] = CellProcess(mode, self._model_dir)
+        return Pair(played["on"], played["off"])
 
     def close(self) -> None:
-        self._checked.close()
-        self._unchecked.close()
+        for engine in self._engines.values():
+            engine.close()
