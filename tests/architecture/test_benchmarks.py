@@ -6,11 +6,16 @@ from pathlib import Path
 import pytest
 
 from load.report import tables_of
-from tests.support import aborts, deaths, soak
+from tests.support import aborts, alarms, deaths, soak
 
 ROOT = Path(__file__).parents[2]
-UNDER_STRESS = {"aborts": aborts.table, "deaths": deaths.table, "soak": soak.table}
-"""Results of the long tests, by their PART; the others are those of `python -m load`."""
+UNDER_STRESS = {
+    "aborts": (aborts.table, "operations"),
+    "deaths": (deaths.table, "operations"),
+    "soak": (soak.table, "operations"),
+    "integrity-false-alarms": (alarms.table, "integrity"),
+}
+"""Results of the long tests, and the document of each table; the others are those of `python -m load`."""
 RESULTS = [f for f in sorted((ROOT / "docs/results").glob("*.json")) if f.stem not in UNDER_STRESS]
 
 
@@ -40,4 +45,14 @@ def test_a_published_result_is_valid(result: Path) -> None:
 def test_tables_of_the_long_tests_are_those_of_their_results(part: str) -> None:
     result = json.loads((ROOT / f"docs/results/{part}.json").read_text())
 
-    assert UNDER_STRESS[part](result) in (ROOT / "docs/operations.md").read_text()
+    table, document = UNDER_STRESS[part]
+
+    assert table(result) in (ROOT / f"docs/{document}.md").read_text()
+
+
+def test_no_recorded_run_without_a_fault_flagged_anybody() -> None:
+    models = json.loads((ROOT / "docs/results/integrity-false-alarms.json").read_text())["models"]
+
+    for of_model in models.values():
+        assert {what: of_model[what] for what in alarms.WRONG if of_model[what]} == {}
+        assert {what for what, least in alarms.LEAST.items() if of_model["shares"][what] < least} == set()

@@ -1,30 +1,32 @@
 """What runs without a fault came to, put together: shares, and the table of the document."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from tests.support.mixed_load import Account
+if TYPE_CHECKING:
+    from tests.support.mixed_load import Account
 
 LEAST: Final[Mapping[str, float]] = {"preempted": 0.2, "hits": 0.2, "chunked": 0.2, "aborted": 0.1}
 """Of all requests of a run; one request may be several of these."""
+WRONG: Final = ("mismatches", "steps_unchecked", "errors", "unlike", "pages_missing", "ledger_rows")
+"""Must be none. `unlike`: a text that was answered in two ways."""
 
 
-def shares(accounts: Sequence[Account]) -> dict[str, float]:
+def shares(accounts: "Sequence[Account]") -> dict[str, float]:
     requests = total(accounts, "requests")
     return {what: total(accounts, what) / requests for what in LEAST}
 
 
-def total(accounts: Sequence[Account], what: str) -> int:
+def total(accounts: "Sequence[Account]", what: str) -> int:
     return sum(getattr(account, what) for account in accounts)
 
 
-def row(accounts: Sequence[Account]) -> dict[str, Any]:
+def row(accounts: "Sequence[Account]") -> dict[str, Any]:
     """Of the result file: sums over the engines of one model."""
     counted = ("requests", *LEAST, "shipped", "in_vain", "siblings", "resets", "steps", "pages_checked")
-    wrong = ("steps_unchecked", "errors", "unlike", "pages_missing", "ledger_rows")
     return {
         "engines": len(accounts),
-        **{what: total(accounts, what) for what in (*counted, "repeated", *wrong)},
+        **{what: total(accounts, what) for what in (*counted, "repeated", *WRONG[1:])},
         "mismatches": sum(sum(account.mismatches.values()) for account in accounts),
         "shares": {what: round(share, 3) for what, share in shares(accounts).items()},
         "seconds": round(sum(account.seconds for account in accounts), 1),
