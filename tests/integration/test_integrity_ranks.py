@@ -10,7 +10,7 @@ import pytest
 from tests.support.small_engine import ROOT
 from tests.support.two_ranks import PROMPTS, Round
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")
