@@ -3,14 +3,14 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 import yaml
 
-from kv_transfer.api import HandoffOutcome, HandoffReport, Role, Ticket, TransferCause
+from kv_transfer.api import HandoffOutcome, HandoffReport, IntegrityCause, Role, Ticket, TransferCause
 from tests.conftest import ANSWER_TOKENS, Answers, Texts
 from tests.support.members import MEMBERSHIP
 from tests.support.prompts import PAGE
@@ -282,3 +282,18 @@ async def test_every_step_of_both_engines_was_checked_and_no_page_was_wrong(
     assert tokens == answers[length]
     assert all(g.steps_checked > 0 and g.pages_checked > 0 for g in gauges)
     assert [(g.steps_unchecked, g.mismatches) for g in gauges] == [(0, {})] * 2
+
+
+async def test_a_ticket_of_an_earlier_start_of_prefill_is_refused_at_once_and_answered_right(
+    pair: Pair, texts: Texts, answers: Answers
+) -> None:
+    length = 2 * PAGE + 1
+    earlier = replace(pair, prefill_id="0" * 32)
+    tokens, report = await earlier.fetch(texts[length][1], "00" + secrets.token_hex(15), salt=fresh())
+
+    assert tokens == answers[length]
+    assert report is not None
+    assert report.cause is TransferCause.STALE_TRANSFER
+    await pair.answer(texts[length][1], salt=fresh())  # prefill tells what it has counted with its steps
+    assert (await pair.prefill.gauges()).mismatches == {IntegrityCause.STALE_TRANSFER: 1}
+    assert await pair.settled()
