@@ -23,6 +23,7 @@ def order(kind: str, arms: list[str]) -> dict[str, Any]:
     return {"type": kind, "arms": arms, "concurrency": 3, "steps": 8, "prompt_tokens": 30, "seed": 1}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_the_ledger_comes_and_goes_in_one_engine(tmp_path: Path) -> None:
     with engine_process(start(tmp_path), threads=1, cache_gib=1) as engine:
