@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import IO, Any, Final
 
 from load.manifest import ROOT
-from load.servers import ServerFailed, tail
+from load.servers import ServerFailed, engine_environment, tail
 
 PROGRAM: Final = "kv_transfer.testing.cost"
 STOP_TIMEOUT_S: Final = 20.0
+LOOPBACK: Final = {"GLOO_SOCKET_IFNAME": "lo"}
+"""Where our connector binds its links."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ def engine_process(start: Mapping[str, Any], *, threads: int, cache_gib: int) ->
         process = subprocess.Popen(
             [sys.executable, "-m", PROGRAM],
             cwd=ROOT,
-            env=os.environ | environment(threads, cache_gib),
+            env=os.environ | engine_environment(threads, cache_gib) | LOOPBACK,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -71,20 +73,3 @@ def engine_process(start: Mapping[str, Any], *, threads: int, cache_gib: int) ->
                 print("load: an engine process does not stop and is killed", file=sys.stderr)
                 process.kill()
                 process.wait()
-
-
-def environment(threads: int, cache_gib: int) -> dict[str, str]:
-    """As replicas start their engines, but for the core, which stays in the process that steps it."""
-    return {
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_DO_NOT_TRACK": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "OMP_NUM_THREADS": str(threads),
-        "VLLM_CPU_KVCACHE_SPACE": str(cache_gib),
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }

@@ -164,6 +164,11 @@ def plain_environment(
 ) -> dict[str, str]:
     """As many threads and as much cache as the prefill engine has, unless told otherwise."""
     part = profile["prefill"]
+    return engine_environment(threads or part["threads"], cache_gib or part["cache_gib"])
+
+
+def engine_environment(threads: int, cache_gib: int) -> dict[str, str]:
+    """Of a vLLM engine on CPU that is not ours."""
     return {
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -171,8 +176,8 @@ def plain_environment(
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        "OMP_NUM_THREADS": str(threads or part["threads"]),
-        "VLLM_CPU_KVCACHE_SPACE": str(cache_gib or part["cache_gib"]),
+        "OMP_NUM_THREADS": str(threads),
+        "VLLM_CPU_KVCACHE_SPACE": str(cache_gib),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }

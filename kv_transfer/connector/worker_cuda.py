@@ -5,28 +5,18 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from kv_transfer.connector.before_step import connector, prepare
+from kv_transfer.connector.checked_worker import CheckedWorker, connector
 from kv_transfer.connector.device_check import tables_of
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
 
-class PhasegateGPUWorker(Worker):
+class PhasegateGPUWorker(CheckedWorker, Worker):
     def _make_model_runner(self) -> Any:
         if not self.use_v2_model_runner:
             return super()._make_model_runner()
         return CheckedRunner(self.vllm_config, self.device)
-
-    def compile_or_warm_up_model(self) -> Any:
-        times = super().compile_or_warm_up_model()
-        connector().bind_runner(self.model_runner)
-        return times
-
-    def execute_model(self, scheduler_output: "SchedulerOutput") -> Any:
-        prepare(scheduler_output)
-        return super().execute_model(scheduler_output)
 
 
 class CheckedRunner(GPUModelRunner):

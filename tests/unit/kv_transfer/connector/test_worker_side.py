@@ -1,131 +1,31 @@
-"""Two worker halves with real couriers and a real Gloo link, fed step by step as an engine would."""
+"""Transfers between two worker halves, from the engine's steps to the pages."""
 
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 import zmq
-from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kv_transfer.api import desk
 from kv_transfer.api.errors import TransferCause
-from kv_transfer.api.faults import PageFaultKind
-from kv_transfer.api.handoff import HandoffOutcome, HandoffReport, Role, Ticket
-from kv_transfer.api.integrity import IntegrityCause, PageFault
-from kv_transfer.connector.config import ConnectorConfig
+from kv_transfer.api.handoff import HandoffOutcome
 from kv_transfer.connector.gauges import GaugeServer
-from kv_transfer.connector.metadata import CheckOrders, Held, ReceiveOrder, SendProgress, StepOrders
-from kv_transfer.connector.step_check import StepCheck
-from kv_transfer.connector.worker_side import CourierDied, WorkerSide
-from kv_transfer.integrity.delta import LedgerDelta
-from kv_transfer.integrity.device import Seen, Sighting
-from kv_transfer.integrity.prestep import Rights
-from kv_transfer.integrity.verify import Finding
-from kv_transfer.testing.table_faults import TableFault
-from tests.support.members import MEMBERSHIP, membership_file
-from tests.support.real_scheduler import cache_config
-
-BLOCK = 4
-PROMPT = 10
-NO_CACHE = KVCacheConfig(num_blocks=0, kv_cache_tensors=[], kv_cache_groups=[])
-ONE_GROUP = cache_config(20)
-"""Two whole pages and a half."""
-
-
-@dataclass
-class Worker:
-    """One worker half, its caches, and everything that it has reported."""
-
-    side: WorkerSide
-    caches: dict[str, torch.Tensor]
-    sent: set[str] = field(default_factory=set)
-    received: list[str] = field(default_factory=list)
-    failed: set[str] = field(default_factory=set)
-    reports: dict[str, HandoffReport] = field(default_factory=dict)
-    faults: dict[str, PageFault] = field(default_factory=dict)
-    refused: list[IntegrityCause] = field(default_factory=list)
-
-    def step(self, orders: StepOrders | None = None) -> None:
-        orders = orders or StepOrders()
-        self.side.begin_step(orders)
-        self.side.after_forward(orders)
-        finished = self.side.finish_step(idle=True)
-        self.sent |= finished.sending
-        self.received += sorted(finished.receiving)
-        self.failed |= finished.failed
-        news = self.side.take_news()
-        self.reports |= news.reports
-        self.faults |= news.faults
-        self.refused += news.refused
-
-    def write(self, page: int, value: float) -> None:
-        for layer, cache in enumerate(self.caches.values()):
-            cache[page] = value + layer / 2
-
-
-def worker(name: str, folder: Path, *, rank: int = 0, page_faults: Path | None = None) -> Worker:
-    config = ConnectorConfig.parse(
-        {
-            "engine_id": name,
-            "bind_host": "127.0.0.1",
-            "backend": "gloo",
-            "gauges_endpoint": f"ipc://{folder}/{name}",
-            "membership_file": membership_file(folder),
-            "link_timeout_s": 5.0,
-            "faults": {} if page_faults is None else {"page_faults": str(page_faults)},
-        }
-    )
-    side = WorkerSide(config, rank, StepCheck(NO_CACHE, checked=False))
-    caches = {f"layer{i}": torch.zeros(16, 1, BLOCK, 8) for i in range(2)}
-    side.register(caches, "test")
-    return Worker(side, caches)
-
-
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[tuple[Worker, Worker]]:
-    prefill, decode = worker("prefill", tmp_path), worker("decode", tmp_path)
-    yield prefill, decode
-    prefill.side.close()
-    decode.side.close()
-
-
-def announced(transfer_id: str) -> StepOrders:
-    return StepOrders(announces=[Ticket(transfer_id=transfer_id, role=Role.SEND, peer_engine="decode")])
-
-
-def asked(transfer_id: str, prefill: Worker, page_ids: tuple[int, ...], *, first_page: int = 0) -> StepOrders:
-    ticket = Ticket(
-        transfer_id=transfer_id,
-        role=Role.RECEIVE,
-        peer_engine="prefill",
-        peer_addresses=(prefill.side.address().control,),
-        deadline_s=10.0,
-    )
-    return StepOrders(receives=[ReceiveOrder(f"d-{transfer_id}", ticket, first_page, page_ids)])
-
-
-def computed(transfer_id: str, page_ids: tuple[int, ...], tokens: int) -> StepOrders:
-    return StepOrders(progress=[SendProgress(transfer_id, page_ids, tokens, PROMPT)])
-
-
-def until(workers: tuple[Worker, ...], done: object, *, within_s: float = 10.0) -> None:
-    """Empty steps, as an engine makes while requests only wait."""
-    end = time.monotonic() + within_s
-    while not done():  # type: ignore[operator]
-        assert time.monotonic() < end, "not in time"
-        for each in workers:
-            each.step()
-
-
-def some_steps(*workers: Worker) -> None:
-    for _ in range(100):
-        for each in workers:
-            each.step()
+from kv_transfer.connector.metadata import Held, StepOrders
+from kv_transfer.connector.worker_side import CourierDied
+from tests.support.members import MEMBERSHIP
+from tests.support.worker_pair import (
+    BLOCK,
+    PROMPT,
+    Worker,
+    announced,
+    asked,
+    computed,
+    some_steps,
+    until,
+    worker,
+)
 
 
 def test_a_page_leaves_when_its_last_slot_is_written_and_not_before(pair: tuple[Worker, Worker]) -> None:
@@ -304,131 +204,6 @@ def test_a_superseded_receive_writes_nothing(pair: tuple[Worker, Worker]) -> Non
     assert decode.received == ["same"]
     assert decode.caches["layer0"][1].abs().sum() == 0
     assert torch.equal(decode.caches["layer0"][2], prefill.caches["layer0"][2])
-
-
-@pytest.mark.parametrize("changed", [False, True], ids=["as ordered", "changed hands"])
-def test_pages_are_written_only_while_they_have_the_tags_of_the_order(
-    pair: tuple[Worker, Worker], changed: bool
-) -> None:
-    """Pages 7, 8 and 9 are ordered; page 8 is another request's by the time that bytes come."""
-    prefill, decode = pair
-    decode.side.check = StepCheck(ONE_GROUP, checked=True)
-    tags = {7: 70, 8: 80, 9: 90}
-    decode.side.check.before_step(CheckOrders(LedgerDelta(tags=dict(tags)), {}, Rights()), [], [])
-    prefill.step(announced("t"))
-    order = replace(asked("t", prefill, tuple(tags)).receives[0], tags=tuple(tags.values()))
-    decode.step(StepOrders(receives=[order]))
-    if changed:
-        decode.side.check.before_step(CheckOrders(LedgerDelta(tags={8: 81}), {}, Rights()), [], [])
-    for page in (3, 4, 5):
-        prefill.write(page, float(page))
-    prefill.step(computed("t", (3, 4, 5), PROMPT))
-
-    until((prefill, decode), lambda: decode.received == ["d-t"])
-
-    written = [bool(decode.caches["layer0"][page].any()) for page in tags]
-    assert written == [not changed] * 3
-    stale = {"d-t": PageFault(IntegrityCause.STALE_TRANSFER, 8, 80, 81)}
-    assert decode.faults == (stale if changed else {})
-
-
-@pytest.mark.parametrize("changed", [False, True], ids=["as given", "changed hands"])
-def test_pages_are_shipped_only_while_they_have_the_tags_under_which_they_were_given(
-    pair: tuple[Worker, Worker], changed: bool
-) -> None:
-    """Held until they are fetched; page 4 is another request's by then."""
-    prefill, decode = pair
-    prefill.side.check = StepCheck(ONE_GROUP, checked=True)
-    tags = {3: 30, 4: 40, 5: 50}
-    prefill.side.check.before_step(CheckOrders(LedgerDelta(tags=dict(tags)), {}, Rights()), [], [])
-    prefill.step(announced("t"))
-    done = SendProgress("t", tuple(tags), PROMPT, PROMPT, "r", tuple(tags.values()))
-    prefill.step(StepOrders(progress=[done], held=[Held("t", "r")]))
-    if changed:
-        prefill.side.check.before_step(CheckOrders(LedgerDelta(tags={4: 41}), {}, Rights()), [], [])
-    decode.step(asked("t", prefill, (7, 8, 9)))
-
-    until((prefill, decode), lambda: decode.received == ["d-t"] and prefill.sent == {"r"})
-
-    cause = TransferCause.STALE_TRANSFER if changed else None
-    assert decode.reports["d-t"].cause is cause
-    assert prefill.refused == ([IntegrityCause.STALE_TRANSFER] if changed else [])
-
-
-def test_a_ticket_of_an_earlier_start_of_the_engine_is_refused_and_counted(
-    pair: tuple[Worker, Worker],
-) -> None:
-    prefill, decode = pair
-    prefill.step(announced("t"))
-    order = asked("t", prefill, (7,)).receives[0]
-    decode.step(StepOrders(receives=[replace(order, ticket=replace(order.ticket, peer_engine="earlier"))]))
-
-    until((prefill, decode), lambda: decode.failed == {"d-t"})
-    some_steps(prefill)
-
-    assert decode.reports["d-t"].cause is TransferCause.STALE_TRANSFER
-    assert prefill.refused == [IntegrityCause.STALE_TRANSFER]
-
-
-def test_bytes_that_are_not_what_was_sent_are_counted_and_never_written(tmp_path: Path) -> None:
-    prefill, decode = worker("prefill", tmp_path), worker("decode", tmp_path, page_faults=tmp_path)
-    try:
-        prefill.step(announced("t"))
-        fault = TableFault(PageFaultKind.CORRUPT_PAYLOAD, "d-t", 0, 0)
-        decode.step(replace(asked("t", prefill, (7, 8, 9)), spoiled=(fault,)))
-        for page in (3, 4, 5):
-            prefill.write(page, float(page))
-        prefill.step(computed("t", (3, 4, 5), PROMPT))
-        until((prefill, decode), lambda: decode.failed == {"d-t"})
-    finally:
-        prefill.side.close()
-        decode.side.close()
-
-    assert decode.reports["d-t"].cause is TransferCause.CHECKSUM
-    assert decode.refused == [IntegrityCause.PAYLOAD_CHECKSUM]
-    assert not any(decode.caches["layer0"][page].any() for page in (7, 8, 9))
-
-
-def test_what_a_flagged_request_computed_is_not_shipped(pair: tuple[Worker, Worker]) -> None:
-    prefill, decode = pair
-    prefill.step(announced("t"))
-    decode.step(asked("t", prefill, (7, 8, 9)))
-    orders = StepOrders(progress=[SendProgress("t", (3, 4, 5), PROMPT, PROMPT, "r")])
-    prefill.side.check.fault("r", PageFault(IntegrityCause.SHIFTED, 3, 1, 2))
-    prefill.side.check_step(orders, SimpleNamespace(attn_metadata={"layer0": None}, slot_mapping={}))
-    prefill.side.after_forward(orders)
-    some_steps(prefill, decode)
-    assert decode.received == []
-
-    prefill.side.check.take()
-    prefill.side.check_step(orders, SimpleNamespace(attn_metadata={"layer0": None}, slot_mapping={}))
-    prefill.side.after_forward(orders)
-    until((prefill, decode), lambda: decode.received == ["d-t"])
-
-
-class Late(StepCheck):
-    """What is wrong is known behind the step."""
-
-    def verdict(self) -> Seen:
-        return Seen({"r": Sighting(0, Finding.READ, 0, 3)})
-
-
-def test_what_turns_out_to_be_wrong_behind_the_step_is_not_received_and_the_next_is(
-    pair: tuple[Worker, Worker],
-) -> None:
-    prefill, decode = pair
-    prefill.side.check = Late(NO_CACHE, checked=False)
-    for number, (transfer_id, request_id) in enumerate((("t", "r"), ("u", "s"))):
-        prefill.step(announced(transfer_id))
-        decode.step(asked(transfer_id, prefill, (7 + number,)))
-        prefill.write(3 + number, 1.0)
-        progress = SendProgress(transfer_id, (3 + number,), BLOCK, BLOCK, request_id)
-        prefill.step(StepOrders(progress=[progress]))
-        until((prefill, decode), lambda transfer_id=transfer_id: f"d-{transfer_id}" in decode.received)
-
-    assert decode.failed == {"d-t"}
-    assert decode.reports["d-t"].cause is TransferCause.CHECKSUM
-    assert [bool(decode.caches["layer0"][page].any()) for page in (7, 8)] == [False, True]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
