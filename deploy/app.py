@@ -82,6 +82,12 @@ class Watch:
         log_to_file(logs / f"{process}-{_replica_id()}.log")
         return start_tracing(self.tracing, process, _replica_id(), logs)
 
+    @staticmethod
+    def ready() -> None:
+        """Call it last: what is here stays, and later searches for cycles need not go through it."""
+        gc.collect()
+        gc.freeze()
+
 
 class PrefillDeployment(PrefillReplica):
     async def __init__(self, config: ReplicaConfig, watch: Watch) -> None:  # type: ignore[misc]
@@ -92,6 +98,7 @@ class PrefillDeployment(PrefillReplica):
             config, real_parts(config, Phase.PREFILL, _replica_id(), telemetry, of_this_system())
         )
         await self.start()
+        watch.ready()
         when_told_to_stop(partial(self.drain, config.shutdown_grace_s))
 
     async def __del__(self) -> None:
@@ -106,6 +113,7 @@ class DecodeDeployment(DecodeReplica):
         telemetry = Telemetry(self._tracing.tracer)
         super().__init__(config, real_parts(config, Phase.DECODE, _replica_id(), telemetry, of_this_system()))
         await self.start()
+        watch.ready()
         when_told_to_stop(partial(self.drain, config.shutdown_grace_s))
 
     async def __del__(self) -> None:
@@ -123,6 +131,7 @@ class GatewayDeployment(GatewayReplica):
         telemetry = GatewayTelemetry(self._tracing.tracer)
         super().__init__(config, secrets, prefill, decode, membership=of_this_system(), telemetry=telemetry)
         await self.start()
+        watch.ready()
         # Serve sends it nothing new then: refusing what is already on its way would help nobody.
         when_told_to_stop(partial(self.drain, config.shutdown_grace_s, refuse_new=False))
 

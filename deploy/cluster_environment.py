@@ -42,6 +42,8 @@ def driver_environment(token: Path) -> dict[str, str]:
         "RAY_ROTATION_BACKUP_COUNT": "1",
         # Ray's workers are batch work to it, at niceness 15: anything else on the machine would starve ours.
         "RAY_worker_niceness": "0",
+        # Nobody can read Ray's own figures here (ours are at the internal port), and Serve counts each call.
+        "RAY_enable_metrics_collection": "0",
         # Two of Ray's processes serve figures to anybody on fixed ports, without a switch for it. A port that
         # does not exist is reported in their logs and does no other harm.
         "AUTOSCALER_METRIC_PORT": NO_PORT,
