@@ -86,9 +86,15 @@ class Guard:
         ledger = self.ledger
         if not isinstance(ledger, GenerationLedger):
             return None
+        assert self._manager is not None
         reconcile(ledger, scheduler)
-        for request_id, fault in ledger.take_flagged().items():
-            self._flag(scheduler, request_id, fault)
+        if flagged := ledger.take_flagged():
+            plan = _plan(output)
+            for request_id, fault in flagged.items():
+                self._flag(scheduler, request_id, fault)
+            for request_id in flagged.keys() & plan.keys():
+                # Others of this step may have found, by their hashes, pages that it would have written.
+                self._end(scheduler, misled(ledger, request_id, plan[request_id][0], self._sizes), plan)
         self._ending = {r: fault for r, fault in self._ending.items() if r in scheduler.requests}
         had_some = bool(output.num_scheduled_tokens)
         copies = [tuple(pair) for pair in output.kv_cache_block_copies or ()]
@@ -96,12 +102,20 @@ class Guard:
         if self._ending:
             _expel(scheduler, output, self._ending.keys())
         plan = _plan(output)
-        return CheckOrders(ledger.take_delta(), plan, rights, emptied=had_some and not plan)
+        parted = self._manager.parted
+        parted.step += 1
+        return CheckOrders(
+            ledger.take_delta(), plan, rights, emptied=had_some and not plan, number=parted.step
+        )
 
     def after_step(self, scheduler: "Scheduler", orders: CheckOrders | None, news: object) -> None:
         """Take in what the worker found in the step of these orders."""
-        if not isinstance(news, WorkerNews):
-            return
+        if isinstance(news, WorkerNews):
+            self._take_in(scheduler, orders, news)
+        if orders is not None and self._manager is not None and isinstance(self.ledger, GenerationLedger):
+            self._manager.parted.settled(orders.number)
+
+    def _take_in(self, scheduler: "Scheduler", orders: CheckOrders | None, news: WorkerNews) -> None:
         self.counts = news.counts
         if news.refused:
             self._found.update(news.refused)
@@ -115,7 +129,11 @@ class Guard:
                 fault = self._refined(found)
                 self._found[fault.cause] += 1
                 self._flag(scheduler, request_id, fault)
-        if orders is not None and (seen := news.verdict.read()):
+        if orders is None:
+            return
+        for request_id in faults.keys() & orders.plan.keys():
+            self._recall(scheduler, request_id, self._refined(faults[request_id]), orders.plan)
+        if seen := news.verdict.read():
             self._judge(scheduler, orders, seen)
 
     def _judge(self, scheduler: "Scheduler", orders: CheckOrders, seen: Mapping[str, Sighting]) -> None:
@@ -123,16 +141,56 @@ class Guard:
         ledger = self.ledger
         assert isinstance(ledger, GenerationLedger)
         found = {
-            r: explained(ledger, r, sighting, self._sizes[sighting.group]) for r, sighting in seen.items()
+            r: self._refined(explained(ledger, r, sighting, self._sizes[sighting.group]))
+            for r, sighting in seen.items()
         }
+        self._end(scheduler, found, orders.plan)
+        for request_id, fault in found.items():
+            self._recall(scheduler, request_id, fault, orders.plan)
+
+    def _end(
+        self, scheduler: "Scheduler", found: dict[str, PageFault], plan: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """Flag these, and those who read what they were to write in the step with this plan."""
+        ledger = self.ledger
+        assert isinstance(ledger, GenerationLedger)
         while found:
             fresh = {r: f for r, f in found.items() if r not in self._ending and _alive(scheduler, r)}
             found = {}
             for request_id, fault in fresh.items():
                 self._found[fault.cause] += 1
                 self._flag(scheduler, request_id, fault)
-                computed, _ = orders.plan.get(request_id, (0, 0))
+                computed, _ = plan.get(request_id, (0, 0))
                 found |= misled(ledger, request_id, computed, self._sizes)
+
+    def _recall(
+        self,
+        scheduler: "Scheduler",
+        request_id: str,
+        fault: PageFault,
+        plan: Mapping[str, tuple[int, int]],
+    ) -> None:
+        """The request gave its pages back before its fault was known: what it was to write is not there."""
+        manager, ledger = self._manager, self.ledger
+        assert manager is not None
+        assert isinstance(ledger, GenerationLedger)
+        written = manager.parted.of(request_id)
+        manager.parted.forget(request_id)
+        if not written:
+            return
+        if not _alive(scheduler, request_id):
+            self._found[fault.cause] += 1
+            log.error("page integrity: of a request that has gone", extra=_told(request_id, fault))
+        computed, _ = plan.get(request_id, (0, 0))
+        readers: dict[str, PageFault] = {}
+        for table, size in zip(written, self._sizes, strict=True):
+            # Whoever was given a page anew writes it; what was found by its hash has no writer any more.
+            still = {p for p in table if p is not None and ledger.writer(p) in (None, request_id)}
+            manager.block_pool.evict_blocks(still)
+            for page in still.intersection(table[computed // size :]):
+                stale = PageFault(IntegrityCause.STALE_PREFIX, page, NO_TAG, ledger.tag(page))
+                readers |= dict.fromkeys(ledger.owners(page) - {request_id}, stale)
+        self._end(scheduler, readers, plan)
 
     def ending(self, scheduler: "Scheduler") -> dict[str, PageFault]:
         """Requests that are to end with this step, and why."""
@@ -147,7 +205,7 @@ class Guard:
         return None
 
     def _refined(self, fault: PageFault) -> PageFault:
-        """A worker knows tags and no owners: a page that nobody has was freed, not given to another."""
+        """Tags tell of no owners: a page that nobody has was freed, not given to another."""
         assert isinstance(self.ledger, GenerationLedger)
         if fault.cause is IntegrityCause.REALLOCATED and not self.ledger.owners(fault.page):
             return PageFault(IntegrityCause.FREED, fault.page, fault.expected, fault.found)
@@ -159,16 +217,17 @@ class Guard:
             return
         self._ending[request_id] = fault
         self._manager.condemned.add(request_id)
-        log.error(
-            "page integrity: the request ends",
-            extra={
-                "request_id": request_id,
-                "cause": fault.cause,
-                "page": fault.page,
-                "expected": f"{fault.expected:#x}" if fault.expected != NO_TAG else "none",
-                "found": f"{fault.found:#x}" if fault.found != NO_TAG else "none",
-            },
-        )
+        log.error("page integrity: the request ends", extra=_told(request_id, fault))
+
+
+def _told(request_id: str, fault: PageFault) -> dict[str, object]:
+    return {
+        "request_id": request_id,
+        "cause": fault.cause,
+        "page": fault.page,
+        "expected": f"{fault.expected:#x}" if fault.expected != NO_TAG else "none",
+        "found": f"{fault.found:#x}" if fault.found != NO_TAG else "none",
+    }
 
 
 def explained(ledger: GenerationLedger, request_id: str, sighting: Sighting, size: int) -> PageFault:

@@ -64,6 +64,8 @@ class CheckOrders:
     rights: Rights
     emptied: bool = False
     """Every request of the step was taken out of it."""
+    number: int = 0
+    """Of the step."""
 
 
 @dataclass

@@ -19,6 +19,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
 from kv_transfer.integrity.ledger import GenerationLedger
+from kv_transfer.integrity.parted import Parted
 from kv_transfer.integrity.tags import domain_of
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def install(manager: KVCacheManager, ledger: GenerationLedger) -> None:
     manager.__class__ = WatchedCacheManager
     manager.ledger = ledger
     manager.condemned = set()
+    manager.parted = Parted()
 
 
 def uninstall(manager: "WatchedCacheManager") -> None:
@@ -193,6 +195,8 @@ class WatchedCacheManager(KVCacheManager):
     ledger: GenerationLedger
     condemned: set[str]
     """Requests that were flagged: what they wrote must not be found by its hash any more."""
+    parted: Parted
+    """What requests that are not known to be flagged gave back, while steps of theirs may be under way."""
 
     def allocate_slots(self, request: "Request", *args: Any, **kwargs: Any) -> "KVCacheBlocks | None":
         self._serve(request)
@@ -275,10 +279,15 @@ class WatchedCacheManager(KVCacheManager):
                 "a request ends without pages that it lost",
                 extra={"request_id": request_id, "pages": [pages[group][index] for group, index in lost]},
             )
+        written = [
+            [page if self.ledger.writer(page) == request_id else None for page in table] for table in pages
+        ]
         if request_id in self.condemned:
             self.condemned.discard(request_id)
-            written = {page for table in pages for page in table if self.ledger.writer(page) == request_id}
-            self.block_pool.evict_blocks(written)
+            self.block_pool.evict_blocks({page for table in written for page in table if page is not None})
+            self.parted.forget(request_id)
+        elif any(written):
+            self.parted.add(request_id, written)
         self.ledger.drop(request_id)
 
 

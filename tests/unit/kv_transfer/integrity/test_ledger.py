@@ -266,6 +266,21 @@ def test_a_page_with_a_hash_that_is_given_out_as_new_is_double_assigned(bench: B
     assert bench.causes() == {"a": DOUBLE, "b": DOUBLE}
 
 
+def test_a_page_without_a_hash_has_no_second_owner(bench: Bench) -> None:
+    """Also where it was taken as if it had been found, and its references add up."""
+    bench.pool.admit("a", A, 1)
+    page = bench.page("a", 0)
+    assert bench.step() == {}
+
+    bench.ledger.serve("b", A)
+    bench.ledger.touched(page)
+    bench.pool.references[page] += 1
+    bench.ledger.grow("b", [[page]])
+    bench.ledger.serve_nobody()
+
+    assert bench.causes() == {"a": DOUBLE, "b": DOUBLE}
+
+
 def test_a_page_is_fresh_until_its_step_is_sent_or_it_is_given_back(bench: Bench) -> None:
     bench.pool.admit("a", A, 2)
     pages = [bench.page("a", index) for index in (0, 1)]
