@@ -187,6 +187,27 @@ def test_a_preempted_prefill_request_is_suspended(side: SchedulerSide) -> None:
     assert side.build_orders(step).suspended == ["t-r"]
 
 
+def test_pages_are_ordered_and_shipped_with_the_tags_under_which_they_were_given(
+    side: SchedulerSide, tmp_path: Path
+) -> None:
+    """Without tags both ends would compare nothing."""
+    scheduler = scheduler_of(Scheduler, engine_config(tmp_path), cache_config(9, (None,)))
+    side.bind_manager(scheduler.kv_cache_manager)
+    scheduler.add_request(a_request("sends", [1] * (PAGE + 1), 4, "salt", hasher()))
+    scheduler.schedule()
+    ledger = side.guard.ledger
+    pages = tuple(scheduler.kv_cache_manager.get_block_ids("sends")[0])
+    sends, receives = request(Role.SEND, PAGE + 1, name="sends"), request(Role.RECEIVE, 9, name="receives")
+    for asked in (sends, receives):
+        side.on_new_request(asked)
+    side.after_alloc(receives, blocks(5, 6), 8)
+    orders = side.build_orders(a_step(sends=(0, PAGE + 1, pages)))
+
+    assert len(pages) == 2
+    assert [told.tags for told in orders.progress] == [ledger.tags(pages)]
+    assert [order.tags for order in orders.receives] == [ledger.tags((5, 6))]
+
+
 def test_gauges_are_answered_while_the_engine_does_nothing(side: SchedulerSide, endpoint: str) -> None:
     side.bind_pool(SimpleNamespace(get_num_free_blocks=lambda: 7, num_gpu_blocks=10))
     side.bind_counts(lambda: (2, 3))

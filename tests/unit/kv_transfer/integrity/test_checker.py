@@ -154,6 +154,23 @@ def test_who_reads_what_a_flagged_request_was_to_write_is_flagged_with_it(bench:
     assert {name: fault.cause for name, fault in bench.check().items()} == {"e": IntegrityCause.STALE_PREFIX}
 
 
+def test_who_reads_what_they_were_to_write_is_flagged_with_them(bench: Bench) -> None:
+    """`d` has b's page 3, and `e` d's page 6: what d writes in this step is not there either."""
+    for name, pages, own, plan in (
+        ("d", [3, 6], [False, True], (4, 4)),
+        ("e", [6, 8], [False, True], (4, 1)),
+    ):
+        bench.checker.apply(LedgerDelta(grown=[RowGrowth(name, 0, 0, pages, [100 + p for p in pages], own)]))
+        bench.pages[name], bench.plan[name] = pages, plan
+    bench.tables = bench.right_tables()
+    assert bench.check() == {}
+
+    bench.tables.block_table[1, 0] = 5
+
+    assert bench.check().keys() == {"b", "d", "e"}
+    bench.untouched("a", "c")
+
+
 def test_a_request_that_would_write_to_anothers_page_does_not_take_the_page_from_it(bench: Bench) -> None:
     bench.plan["b"] = (3, 7)  # its first token falls into page 1, which is a's
     bench.tables = bench.right_tables()

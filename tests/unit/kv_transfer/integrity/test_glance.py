@@ -70,8 +70,12 @@ def a_looked_at_decode_step() -> tuple[Glance, Step]:
 def test_a_page_that_nothing_may_be_read_from_equals_no_entry() -> None:
     """`STALE` is -1; a table that shows -1 there is as wrong as any other."""
     glance, step = a_looked_at_decode_step()
-    step.shadow.apply(LedgerDelta(tags={int(step.tables.block_table[0, 0]): 9_999_999}))
-    step.tables.block_table[:, 0] = -1
+    shown = step.tables.block_table[: len(step.names)]
+    ends = -(-step.tables.seq_lens[: len(step.names)] // step.shape.block_size)
+    page = int(shown[int(ends.argmax()), 0])
+    assert ends.max() > 1, "not the page that is written to"
+    step.shadow.apply(LedgerDelta(tags={page: 9_999_999}))
+    shown[shown == page] = -1
 
     assert not agree(glance, step)
 
