@@ -109,6 +109,9 @@ def test_what_a_flagged_request_did_not_write_is_not_found_though_it_had_gone_be
 ) -> None:
     """It goes between the step's forward and what is told of it, as vLLM lets it."""
     engine = engine_of(ahead=ahead, on_device=on_device)
+    if ahead:  # a step that is taken in between the end of `one` and what is told of it
+        engine.add("early", [3] * 20)
+        engine.step()
     engine.mischief = wrong_entry
     engine.add("one", PROMPT, salt="s")
     step = engine.scheduler.schedule()
