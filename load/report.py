@@ -125,6 +125,15 @@ def cost_tables(result: dict[str, Any]) -> str:
     )
 
 
+_LOSSES: Final = (
+    "throughput_loss",
+    "loss_beside_model",
+    "p95_itl_increase",
+    "null_loss_to_stock",
+    "loss_to_stock",
+)
+
+
 def integrity_tables(result: dict[str, Any]) -> str:
     """Markdown of one `integrity-cost` result: losses by concurrency, what they come from."""
     losses = [
@@ -132,8 +141,7 @@ def integrity_tables(result: dict[str, Any]) -> str:
             row["concurrency"],
             row["blocks"],
             f"{row['step_ms_p50']:.1f}",
-            *(_interval(row, name) for name in ("throughput_loss_pct", "p95_itl_increase_pct")),
-            *(_interval(row, name) for name in ("null_loss_to_stock_pct", "loss_to_stock_pct")),
+            *(_interval(row, f"{name}_pct") for name in _LOSSES),
         )
         for row in result["rows"]
     ]
@@ -147,7 +155,7 @@ def integrity_tables(result: dict[str, Any]) -> str:
         )
         for row in result["rows"]
     ]
-    head = ("at once", "blocks", "step ms", "tokens/s lost %", "p95 ITL more %")
+    head = ("at once", "blocks", "step ms", "tokens/s lost %", "beside the model %", "p95 ITL more %")
     tables = [
         _table((*head, "off, against stock %", "on, against stock %"), losses),
         _table(

@@ -13,7 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any, Final, Literal
@@ -62,6 +62,8 @@ class Blocks(msgspec.Struct, frozen=True, tag=True):
 class Block(msgspec.Struct, frozen=True):
     arm: Arm
     step_s: tuple[float, ...]
+    model_s: float
+    """Of all steps: the model's own computation, which no ledger has a part in."""
     tokens: int
     worker_s: float
     """Of the check beside the model, in the measured steps."""
@@ -90,6 +92,23 @@ class Micro(msgspec.Struct, frozen=True, tag=True):
     block_size: int
 
 
+class Stopwatch:
+    """How long some functions have run."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        return timed
+
+
 class CostEngine:
     def __init__(self, start: Start, folder: Path) -> None:
         from vllm.engine.arg_utils import EngineArgs
@@ -104,6 +123,10 @@ class CostEngine:
         self._length = start.length
         self._running: list[str] = []
         self._made = 0
+        self._in_model = Stopwatch()
+        (model,) = self._engine.apply_model(lambda model: model)
+        model.forward = self._in_model.timing(model.forward)
+        model.compute_logits = self._in_model.timing(model.compute_logits)
         self._switch: LedgerSwitch | None = None
         if not start.stock:
             connector = _worker_connector()
@@ -126,7 +149,7 @@ class CostEngine:
         for _ in range(_UNMEASURED):
             self._engine.step()
         gc.collect()  # what the switch left behind would be collected in some measured step
-        before = self._counts()
+        before, in_model = self._counts(), self._in_model.seconds
         times, tokens = [], 0
         for _ in range(steps):
             began = time.perf_counter()
@@ -134,7 +157,8 @@ class CostEngine:
             times.append(time.perf_counter() - began)
             tokens += len(answers)
         worker_s, checked, unchecked, pages = (a - b for a, b in zip(self._counts(), before, strict=True))
-        return Block(arm, tuple(times), tokens, worker_s, int(checked), int(unchecked), int(pages))
+        in_model = self._in_model.seconds - in_model
+        return Block(arm, tuple(times), in_model, tokens, worker_s, int(checked), int(unchecked), int(pages))
 
     def plan(self, order: Plan) -> list[tuple[Arm, float]]:
         """(arm, median seconds of a decode step: scheduling it, and taking in its tokens), by block."""

@@ -10,6 +10,7 @@ def block(arm: str, step_ms: float = 20.0, **changes: Any) -> Block:
     usual: dict[str, Any] = {
         "arm": arm,
         "step_s": (step_ms / 1000,) * 4,
+        "model_s": 4 * (step_ms - (2.0 if arm == OFF else 2.1)) / 1000,
         "tokens": 4,
         "worker_s": 0.0002 if arm == ON else 0.0,
         "checked": 4 if arm == ON else 0,
@@ -37,6 +38,20 @@ def test_losses_are_of_neighbours_whatever_slows_both() -> None:
     assert (row["worker_us"], row["scheduler_us"]) == (50.0, 25.0)
 
 
+def test_what_the_model_takes_longer_is_not_the_ledgers() -> None:
+    """Beside the model a step takes 2.1 ms with a ledger and 2.0 ms without, whatever the model takes."""
+    (row,) = rows([turn(19.0, 25.0), turn(25.0, 19.0), turn(20.0, 20.0)], {1: 0.0}, Random(1))
+
+    assert row["model_ms_p50"] == 17.95
+    assert row["loss_beside_model_pct"] == round(100 * (1 - (17.95 + 2.0) / (17.95 + 2.1)), 3)
+    assert (
+        row["loss_beside_model_pct_low95"]
+        == row["loss_beside_model_pct_high95"]
+        == row["loss_beside_model_pct"]
+    )
+    assert row["throughput_loss_pct_low95"] < -20 < 20 < row["throughput_loss_pct_high95"]
+
+
 def test_the_plain_engine_is_compared_with_both_arms() -> None:
     (row,) = rows([turn(20.0, 19.0, stock_ms=19.0)], {1: 0.0}, Random(1))
 
@@ -51,6 +66,8 @@ def test_the_summary_has_the_worst_of_all_concurrencies() -> None:
     assert found["worst_concurrency"] == 4
     assert found["throughput_loss_pct_median"] == pytest.approx(0.3, abs=0.01)
     assert found["target_met"] is True
+    assert found["target_met_beside_model"] is False  # 0.1 ms of 20
+    assert found["loss_beside_model_pct_median"] == pytest.approx(0.5, abs=0.01)
     assert (found["check_us_per_step"], found["pct_of_20ms_step"]) == (80.0, 0.4)
     assert (found["blocks"], found["checks"], found["pages_checked"]) == (6, 12, 120)
     assert found["steps_unchecked"] == 0

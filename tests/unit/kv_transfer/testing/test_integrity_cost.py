@@ -37,6 +37,7 @@ def test_the_ledger_comes_and_goes_in_one_engine(tmp_path: Path) -> None:
         assert (len(block["step_s"]), block["tokens"]) == (8, 24)
         assert (block["checked"], block["unchecked"]) == ((8, 0) if on else (0, 8))
         assert (block["pages"] > 0, block["worker_s"] > 0) == (on, on)
+        assert 0 < block["model_s"] < sum(block["step_s"])
     assert [arm for arm, _ in plan] == PAIR * 2
     assert all(seconds > 0 for _, seconds in plan)
 
