@@ -41,6 +41,7 @@ def test_every_replica_is_told_to_keep_log_handlers_open(replica: str) -> None:
     assert environment.items() >= KEEP_LOGGING.items()
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.timeout(120)
 def test_so_told_and_only_then_vllm_leaves_the_log_handlers_of_serve_open(tmp_path: Path) -> None:
