@@ -15,11 +15,13 @@ from typing import Final
 import psutil
 
 from deploy import model_store, profiles
+from deploy.bootstrap import inspect_machine
 from deploy.cluster_environment import OBJECT_STORE_BYTES
 from deploy.config import INTERNAL_HOST, SystemConfig
 from deploy.production import profile_refusals, secret_refusals
 from deploy.state import Secrets, StateDir, StateError, read_private
 from deploy.yaml_file import ConfigError, Mistake
+from workers.profile.hardware import shortcomings
 from workers.profile.schema import ModelProfile, ProfileError, parse_profile
 
 MIB: Final = 1024**2
@@ -52,6 +54,8 @@ class Machine:
     free_bytes: FreeBytes
     port_problem: PortProblem
     haproxy_problem: Callable[[], str | None] = haproxy_problem
+    features: Callable[[], frozenset[str]] = lambda: inspect_machine(Path("/")).flags
+    """Of the processor, as Linux names them."""
 
 
 def free_bytes(folder: Path) -> int:
@@ -144,6 +148,8 @@ def _profile_problems(config: SystemConfig, cache: Path, machine: Machine) -> It
     except ConfigError as bad:
         yield Mistake("profile", str(bad).removeprefix("profile: "))
         return
+    for text in shortcomings(profile, "cpu", machine.features()):
+        yield Mistake("profile", f"{config.profile}: {text}")
     if profile.weights.path is not None:
         try:
             own_model(profile)

@@ -11,6 +11,7 @@ class TransferCause(StrEnum):
     LAYOUT_MISMATCH = "layout_mismatch"
     CHECKSUM = "checksum"
     STALE_TRANSFER = "stale_transfer"  # the ticket is of an engine that was restarted, or pages changed hands
+    NONFINITE_SOURCE = "nonfinite_source"  # NaN or Inf in pages that were to be converted
     PROTOCOL = "protocol"  # the peer said something that its state does not allow
     LINK_DOWN = "link_down"
     DEADLINE = "deadline"

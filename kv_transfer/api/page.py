@@ -1,6 +1,7 @@
 """What a cache page looks like, in words both sides of a transfer can compare."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -11,14 +12,31 @@ class WireFormat(StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     FP32 = "fp32"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
 
 
-ELEMENT_BYTES: Final = {WireFormat.BF16: 2, WireFormat.FP16: 2, WireFormat.FP32: 4}
+ELEMENT_BYTES: Final = {
+    WireFormat.BF16: 2,
+    WireFormat.FP16: 2,
+    WireFormat.FP32: 4,
+    WireFormat.FP8_E4M3: 1,
+    WireFormat.FP8_E5M2: 1,
+}
+CONVERTIBLE: Final[Mapping[WireFormat, frozenset[WireFormat]]] = {
+    WireFormat.FP32: frozenset({WireFormat.BF16, WireFormat.FP8_E4M3, WireFormat.FP8_E5M2}),
+    WireFormat.BF16: frozenset({WireFormat.FP8_E4M3, WireFormat.FP8_E5M2}),
+}
+"""By format of the sender's cache: formats of a receiver's cache that it can make of it. Always narrower."""
+
+Scales = tuple[tuple[float, float], ...]
+"""By layer, for K and for V: what numbers of a cache are multiplied with when they are read. Empty: 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Geometry of one engine's cache. Two layouts that differ in any field never exchange bytes."""
+    """Geometry of one engine's cache. Two that differ exchange no bytes, unless it is their format alone and
+    the sender can convert (`CONVERTIBLE`)."""
 
     layers: int
     heads: int
@@ -36,6 +54,10 @@ class Layout:
         """Bytes of one page over all layers."""
         per_layer = self.heads * self.block_size * self.content * ELEMENT_BYTES[self.format]
         return self.layers * per_layer
+
+    def in_format(self, format: WireFormat) -> "Layout":
+        """The same pages with other elements."""
+        return replace(self, format=format)
 
     def difference(self, other: "Layout") -> str:
         """Fields that differ, as `name: ours != theirs`; empty when equal."""

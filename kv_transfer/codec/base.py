@@ -5,6 +5,30 @@ from typing import Protocol
 
 import torch
 
+from kv_transfer.api.page import Scales
+
+
+class NonfiniteSource(ValueError):
+    """NaN or Inf in a page that was to be converted: narrow formats would turn it into a number."""
+
+    def __init__(self, layer: int, page: int) -> None:
+        super().__init__(f"NaN or Inf in layer {layer}, page {page}")
+        self.layer, self.page = layer, page
+
+
+class Conversion(Protocol):
+    """Gathers pages of one cache into bytes of another format."""
+
+    def encode(self, caches: Sequence[torch.Tensor], page_ids: Sequence[int], scales: Scales) -> torch.Tensor:
+        """As `Codec.encode`, in the other format.
+
+        Args:
+            scales: of the cache that is to be filled, by layer.
+
+        Raises:
+            NonfiniteSource: a page holds what the other format cannot.
+        """
+
 
 class Codec(Protocol):
     """Gathers pages of one cache into bytes, and puts such bytes into pages of another."""

@@ -41,4 +41,7 @@ CODECS: dict[str, Codec] = {
     WireFormat.BF16: PlainCodec(torch.bfloat16),
     WireFormat.FP16: PlainCodec(torch.float16),
     WireFormat.FP32: PlainCodec(torch.float32),
+    # vLLM keeps such caches as bytes.
+    WireFormat.FP8_E4M3: PlainCodec(torch.uint8),
+    WireFormat.FP8_E5M2: PlainCodec(torch.uint8),
 }

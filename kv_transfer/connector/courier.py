@@ -17,7 +17,7 @@ import torch
 import zmq
 
 from kv_transfer.api.errors import TransferError
-from kv_transfer.api.page import Layout
+from kv_transfer.api.page import Layout, Scales
 from kv_transfer.connector.config import ConnectorConfig
 from kv_transfer.connector.peers import MOST_MESSAGE_BYTES, Peers, watch_connection
 from kv_transfer.connector.receiver import Receiver
@@ -46,6 +46,7 @@ class Courier:
         *,
         rank: int,
         layout: Layout,
+        scales: Scales = (),
         device: torch.device,
         through: Callable[[Link], Link] = lambda link: link,
     ) -> None:
@@ -93,6 +94,7 @@ class Courier:
             engine_id=config.engine_id,
             rank=rank,
             layout=layout,
+            scales=scales,
             device=device,
             wire=self,
             later=self.later,

@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kv_transfer.api.handoff import HandoffReport
 from kv_transfer.api.log_fields import PrivateLog
+from kv_transfer.api.page import Scales
 from kv_transfer.connector.compat import TESTED_ON_CUDA, require_tested
 from kv_transfer.connector.config import ConnectorConfig
 from kv_transfer.connector.device_check import DeviceCheck, refuse_unseen
@@ -57,6 +58,7 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
                 "only models with one can be split into prefill and decode"
             )
         self._layers = vllm_config.compilation_config.static_forward_context
+        self._cache_dtype = str(vllm_config.cache_config.cache_dtype)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._idle = False
@@ -135,8 +137,14 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker side
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        layer = self._layers.get(next(iter(kv_caches), ""))
-        self._w.register(kv_caches, isa=str(getattr(layer, "isa", "native")))
+        layers = [self._layers.get(name) for name in kv_caches]
+        first = layers[0] if layers else None
+        self._w.register(
+            kv_caches,
+            isa=str(getattr(first, "isa", "native")),
+            cache_dtype=self._cache_dtype,
+            scales=scales_of(layers),
+        )
 
     @property
     def step_check(self) -> StepCheck:
@@ -193,6 +201,17 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepOrders)
         return metadata
+
+
+def scales_of(layers: Iterable[object]) -> Scales:
+    """With which the kernels of these layers read the cache; final when caches are registered."""
+    names = ("_k_scale_float", "_v_scale_float")
+    found = tuple(
+        (float(getattr(layer, k, 1.0)), float(getattr(layer, v, 1.0)))
+        for layer in layers
+        for k, v in (names,)
+    )
+    return () if set(found) <= {(1.0, 1.0)} else found
 
 
 def tables_checked(config: ConnectorConfig, vllm_config: "VllmConfig") -> Literal["host", "device"] | None:

@@ -8,17 +8,25 @@ from kv_transfer.api.page import Layout, WireFormat
 
 FORMATS = {torch.bfloat16: WireFormat.BF16, torch.float16: WireFormat.FP16, torch.float32: WireFormat.FP32}
 
+BYTE_FORMATS = {
+    "fp8": WireFormat.FP8_E4M3,
+    "fp8_e4m3": WireFormat.FP8_E4M3,
+    "fp8_e5m2": WireFormat.FP8_E5M2,
+}
+"""By vLLM's name of the cache's type."""
+
 
 class UnsupportedCache(ValueError):
     """This engine's cache cannot be shipped; the message names what is in the way."""
 
 
-def read_layout(caches: Mapping[str, torch.Tensor], *, isa: str) -> Layout:
+def read_layout(caches: Mapping[str, torch.Tensor], *, isa: str, cache_dtype: str = "auto") -> Layout:
     """The common layout of all layers.
 
     Args:
         caches: by layer name, [num_pages, heads, block_size, content].
         isa: name of the attention kernel's element order on CPU; the device type elsewhere.
+        cache_dtype: vLLM's name of it: where elements are bytes, it alone tells what they mean.
 
     Raises:
         UnsupportedCache: no layers, layers of different shape or type, an unknown element type, or a
@@ -34,14 +42,15 @@ def read_layout(caches: Mapping[str, torch.Tensor], *, isa: str) -> Layout:
         raise UnsupportedCache(
             f"a cache page has {first.dim() - 1} dimensions, expected 3: {tuple(first.shape)}"
         )
-    if first.dtype not in FORMATS:
-        raise UnsupportedCache(f"cache element type {first.dtype} has no wire format")
+    format = BYTE_FORMATS.get(cache_dtype) if first.dtype is torch.uint8 else FORMATS.get(first.dtype)
+    if format is None:
+        raise UnsupportedCache(f"cache element type {first.dtype} ({cache_dtype}) has no wire format")
     _, heads, block_size, content = first.shape
     return Layout(
         layers=len(caches),
         heads=heads,
         block_size=block_size,
         content=content,
-        format=FORMATS[first.dtype],
+        format=format,
         interior=f"{first.device.type}/{isa}",
     )

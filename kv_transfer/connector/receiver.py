@@ -12,7 +12,7 @@ import torch
 
 from kv_transfer.api.errors import TransferCause, TransferError
 from kv_transfer.api.handoff import Ticket
-from kv_transfer.api.page import Layout
+from kv_transfer.api.page import Layout, Scales
 from kv_transfer.connector.metadata import ReceiveOrder
 from kv_transfer.connector.wire import LaneLike, Later, ReceiverWire
 from kv_transfer.protocol import messages as m
@@ -72,6 +72,7 @@ class Receiver:
         engine_id: str,
         rank: int,
         layout: Layout,
+        scales: Scales = (),
         device: torch.device,
         wire: ReceiverWire,
         later: Later,
@@ -81,6 +82,7 @@ class Receiver:
     ) -> None:
         """`staging_bytes`: most bytes of pages that are under way or wait to be copied in."""
         self._engine_id, self._rank, self._layout, self._device = engine_id, rank, layout, device
+        self._scales = scales
         self._wire, self._later, self._drain_s, self._now = wire, later, drain_s, now
         self._staging_pages = max(1, staging_bytes // layout.page_bytes)
         self._receives: dict[str, _Receive] = {}
@@ -188,6 +190,7 @@ class Receiver:
                 engine_id=self._engine_id,
                 to_engine=order.ticket.peer_engine,
                 layout=self._layout,
+                scales=self._scales,
                 first_page=order.first_page,
                 pages=len(order.page_ids),
                 link=entry.link,

@@ -16,7 +16,8 @@ import torch
 from kv_transfer.api.errors import TransferCause, TransferError
 from kv_transfer.api.handoff import Ticket
 from kv_transfer.api.log_fields import traced
-from kv_transfer.api.page import Layout
+from kv_transfer.api.page import Layout, Scales
+from kv_transfer.codec import misfit
 from kv_transfer.connector.send_records import Lane, Over, Send, Unwanted
 from kv_transfer.connector.wire import Later, SenderWire
 from kv_transfer.protocol import messages as m
@@ -38,6 +39,9 @@ class Want:
 
     first_page: int
     pages: int
+    layout: Layout
+    """What they are to be made into."""
+    scales: Scales
 
 
 class Sender:
@@ -125,6 +129,10 @@ class Sender:
     def stale(self, transfer_id: str) -> None:
         """Pages that were to be shipped have changed hands."""
         self._give_up(transfer_id, Event.GONE, TransferCause.STALE_TRANSFER)
+
+    def nonfinite(self, transfer_id: str) -> None:
+        """Pages that were to be converted hold no numbers."""
+        self._give_up(transfer_id, Event.GONE, TransferCause.NONFINITE_SOURCE)
 
     def release(self, transfer_id: str) -> None:
         """Nobody will fetch this transfer any more, whether it is announced already or not."""
@@ -214,7 +222,7 @@ class Sender:
         if offer.engine_id != send.peer_engine:
             send.cause, send.detail = TransferCause.FOREIGN_PEER, ""
             self._on(send.transfer_id, Event.MISFIT)
-        elif difference := self._layout.difference(offer.layout):
+        elif difference := misfit(self._layout, offer.layout, offer.scales):
             send.cause, send.detail = TransferCause.LAYOUT_MISMATCH, difference
             self._on(send.transfer_id, Event.MISFIT)
         elif offer.link.link_id in self._lost_links:
@@ -353,10 +361,13 @@ class Sender:
         match action:
             case Do.SEND_READY:
                 assert send.offer is not None
-                ready = m.Ready(transfer_id=send.transfer_id, layout=self._layout, pages=send.offer.pages)
+                offer = send.offer
+                ready = m.Ready(transfer_id=send.transfer_id, layout=offer.layout, pages=offer.pages)
                 self._wire.tell_receiver(send.route, ready)
                 with self._lock:
-                    self._wanted[send.transfer_id] = Want(send.offer.first_page, send.offer.pages)
+                    self._wanted[send.transfer_id] = Want(
+                        offer.first_page, offer.pages, offer.layout, offer.scales
+                    )
                     self.news.set()
             case Do.SEND_FAILED:
                 traceparent = "" if send.offer is None else send.offer.traceparent

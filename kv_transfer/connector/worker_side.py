@@ -6,7 +6,7 @@ kernel writes it, or the reverse.
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,15 +17,17 @@ from kv_transfer.api.errors import TransferCause
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport
 from kv_transfer.api.integrity import IntegrityCause, PageFault
 from kv_transfer.api.log_fields import traced
-from kv_transfer.api.page import Layout
-from kv_transfer.codec import CODECS
+from kv_transfer.api.page import Layout, Scales
+from kv_transfer.codec import CODECS, CONVERSIONS, NonfiniteSource
 from kv_transfer.connector.config import ConnectorConfig
 from kv_transfer.connector.courier import Courier
 from kv_transfer.connector.layout import read_layout
 from kv_transfer.connector.metadata import SendProgress, StepOrders, WorkerAddress, WorkerNews
 from kv_transfer.connector.receiver import Outcome
+from kv_transfer.connector.sender import Want
 from kv_transfer.connector.step_check import StepCheck
 from kv_transfer.integrity.device import NOTHING_SEEN, Seen, Verdict
+from kv_transfer.integrity.tags import NO_TAG
 from kv_transfer.testing.faults import Faults
 from kv_transfer.testing.table_faults import TableFaults
 from kv_transfer.transport.lane import Fence
@@ -108,14 +110,33 @@ class WorkerSide:
 
     # -- set-up
 
-    def register(self, caches: Mapping[str, torch.Tensor], isa: str) -> None:
-        """Raises UnsupportedCache when this engine's cache cannot be shipped."""
-        self._layout = read_layout(caches, isa=isa)
+    def register(
+        self,
+        caches: Mapping[str, torch.Tensor],
+        isa: str,
+        *,
+        cache_dtype: str = "auto",
+        scales: Scales = (),
+    ) -> None:
+        """
+        Args:
+            isa: as `read_layout` takes it, and `cache_dtype`.
+            scales: with which this engine's kernels read its cache.
+
+        Raises:
+            UnsupportedCache: this engine's cache cannot be shipped.
+        """
+        self._layout = read_layout(caches, isa=isa, cache_dtype=cache_dtype)
         self._codec = CODECS[self._layout.format]
         self._caches = list(caches.values())
         device = self._caches[0].device
         self._courier = Courier(
-            self._config, rank=self._rank, layout=self._layout, device=device, through=self._faults.link
+            self._config,
+            rank=self._rank,
+            layout=self._layout,
+            scales=scales,
+            device=device,
+            through=self._faults.link,
         )
 
     def bind_runner(self, runner: Any) -> None:
@@ -172,7 +193,7 @@ class WorkerSide:
         for transfer_id, want in courier.sender.wanted().items():
             table = self._tables.get(transfer_id)
             if table is not None:
-                self._ship_ready(courier, transfer_id, table, want.first_page, want.pages)
+                self._ship_ready(courier, transfer_id, table, want)
 
     def finish_step(self, *, idle: bool) -> Finished:
         """Copy in what has arrived; what ended since the last step. An idle engine naps here briefly."""
@@ -223,15 +244,14 @@ class WorkerSide:
             table.computed_tokens = progress.computed_tokens
         table.verdict = self.check.verdict()
 
-    def _ship_ready(
-        self, courier: Courier, transfer_id: str, table: _Table, first_page: int, wanted: int
-    ) -> None:
+    def _ship_ready(self, courier: Courier, transfer_id: str, table: _Table, want: Want) -> None:
         assert self._layout is not None
+        first_page, wanted = want.first_page, want.pages
         size = self._layout.block_size
         # A page is complete after its last slot is written; the prompt's last page, when the prompt is.
         whole = table.computed_tokens >= table.prompt_tokens
         complete = len(table.page_ids) if whole else table.computed_tokens // size
-        group = max(1, GROUP_BYTES // self._layout.page_bytes)
+        group = max(1, GROUP_BYTES // want.layout.page_bytes)
         while (start := first_page + table.shipped_pages) < min(complete, first_page + wanted):
             if self._faults.keeps_pages(transfer_id):
                 return
@@ -241,11 +261,40 @@ class WorkerSide:
                 self._give_up_stale(courier, transfer_id, table, lost)
                 return
             page_ids = self._faults.pages(transfer_id, table.page_ids[start:end])
-            data = self._codec.encode(self._caches, page_ids)
+            try:
+                data = self._encoded(page_ids, want)
+            except NonfiniteSource as bad:
+                self._give_up_nonfinite(courier, transfer_id, table, bad)
+                return
             table.shipped_pages += end - start
             judged = JudgedFence(data.device, table.verdict, table.request_id)
             fence = self._faults.fence(transfer_id, judged)
             courier.sender.ship(transfer_id, start, end - start, data, fence)
+
+    def _encoded(self, page_ids: Sequence[int], want: Want) -> torch.Tensor:
+        """Raises NonfiniteSource."""
+        assert self._layout is not None
+        if want.layout.format == self._layout.format:
+            return self._codec.encode(self._caches, page_ids)
+        conversion = CONVERSIONS[self._layout.format, want.layout.format]
+        return conversion.encode(self._caches, page_ids, want.scales)
+
+    def _give_up_nonfinite(
+        self, courier: Courier, transfer_id: str, table: _Table, bad: NonfiniteSource
+    ) -> None:
+        """Whatever they were converted to would be a number that nobody computed: decode's request ends."""
+        log.error(
+            "pages to be converted hold no numbers",
+            extra={
+                "transfer": transfer_id,
+                "request_id": table.request_id,
+                "page": bad.page,
+                "layer": bad.layer,
+            },
+        )
+        table.page_ids = ()
+        self.check.refuse(IntegrityCause.NONFINITE_SOURCE)
+        courier.later(partial(courier.sender.nonfinite, transfer_id))
 
     def _give_up_stale(self, courier: Courier, transfer_id: str, table: _Table, lost: PageFault) -> None:
         """What lies in the pages now is another's: it is not read. Decode computes its prompt itself."""
@@ -257,14 +306,21 @@ class WorkerSide:
         self.check.refuse(lost.cause)
         courier.later(partial(courier.sender.stale, transfer_id))
 
+    def _fault_of(self, outcome: Outcome) -> PageFault | None:
+        """Why the request must end, if it must."""
+        if outcome.cause is TransferCause.NONFINITE_SOURCE and self._config.integrity:
+            # Computed here the same would be written into a cache that cannot say so.
+            return PageFault(IntegrityCause.NONFINITE_SOURCE, -1, NO_TAG, NO_TAG)
+        return self.check.lost(outcome.order.page_ids, outcome.order.tags) if outcome.groups else None
+
     def _finish_receive(self, courier: Courier, outcome: Outcome, finished: Finished) -> None:
         order = outcome.order
         transfer_id = order.ticket.transfer_id
         mine = self._open_receives.get(order.request_id) == transfer_id
         cause = outcome.cause
-        lost = self.check.lost(order.page_ids, order.tags) if outcome.groups and mine else None
-        if lost is not None:
-            self.check.fault(order.request_id, lost)
+        fault = self._fault_of(outcome) if mine else None
+        if fault is not None:
+            self.check.fault(order.request_id, fault)
         elif outcome.groups and mine:
             for group in outcome.groups:
                 pages = order.page_ids[group.offset : group.offset + group.pages]
@@ -278,7 +334,8 @@ class WorkerSide:
         del self._open_receives[order.request_id]
         finished.receiving.add(order.request_id)
         if cause is not None:
-            finished.failed.add(order.request_id)
+            if fault is None:
+                finished.failed.add(order.request_id)
             if cause is not TransferCause.CANCELLED:
                 log.warning(
                     "transfer failed",

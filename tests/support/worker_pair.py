@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kv_transfer.api.handoff import HandoffReport, Role, Ticket
 from kv_transfer.api.integrity import IntegrityCause, PageFault
+from kv_transfer.api.page import Scales
 from kv_transfer.connector.config import ConnectorConfig
 from kv_transfer.connector.metadata import ReceiveOrder, SendProgress, StepOrders
 from kv_transfer.connector.step_check import StepCheck
@@ -52,7 +53,17 @@ class Worker:
             cache[page] = value + layer / 2
 
 
-def worker(name: str, folder: Path, *, rank: int = 0, page_faults: Path | None = None) -> Worker:
+def worker(
+    name: str,
+    folder: Path,
+    *,
+    rank: int = 0,
+    page_faults: Path | None = None,
+    integrity: bool = True,
+    dtype: torch.dtype = torch.float32,
+    cache_dtype: str = "auto",
+    scales: Scales = (),
+) -> Worker:
     config = ConnectorConfig.parse(
         {
             "engine_id": name,
@@ -61,12 +72,13 @@ def worker(name: str, folder: Path, *, rank: int = 0, page_faults: Path | None =
             "gauges_endpoint": f"ipc://{folder}/{name}",
             "membership_file": membership_file(folder),
             "link_timeout_s": 5.0,
+            "integrity": integrity,
             "faults": {} if page_faults is None else {"page_faults": str(page_faults)},
         }
     )
     side = WorkerSide(config, rank, StepCheck(NO_CACHE, checked=False))
-    caches = {f"layer{i}": torch.zeros(16, 1, BLOCK, 8) for i in range(2)}
-    side.register(caches, "test")
+    caches = {f"layer{i}": torch.zeros(16, 1, BLOCK, 8, dtype=dtype) for i in range(2)}
+    side.register(caches, "test", cache_dtype=cache_dtype, scales=scales)
     return Worker(side, caches)
 
 

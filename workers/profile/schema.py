@@ -8,11 +8,11 @@ from annotated_types import Ge, Le, MinLen, MultipleOf
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 from pydantic.types import Strict
 
-from kv_transfer.api import WireFormat
+from kv_transfer.api import CONVERTIBLE, WireFormat
 from workers.api import Phase
 
 Dtype = Literal["bfloat16", "float32", "float16"]
-KvFormat = Literal["bf16", "fp32", "fp16"]
+KvFormat = Literal["bf16", "fp32", "fp16", "fp8_e4m3", "fp8_e5m2"]
 Count = Annotated[int, Strict(), Ge(1)]
 Milliseconds = Annotated[float, Ge(0), Le(60_000)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)]
@@ -21,6 +21,8 @@ ModelId = Annotated[
 ]
 
 _FORBID: Final = {"extra": "forbid"}
+_BYTES: Final = frozenset({"fp8_e4m3", "fp8_e5m2"})
+"""Formats that an engine keeps its cache in whatever it computes in."""
 _FORMAT_OF: Final[Mapping[Dtype, KvFormat]] = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
 
@@ -69,7 +71,7 @@ class PhaseProfile:
     replicas: Count = 1
     dtype: Dtype = "bfloat16"
     kv_format: KvFormat | None = None
-    """Format of the cache; None: that of `dtype`."""
+    """Format of the cache; None: that of `dtype`. Decode may have a narrower one: pages are converted."""
     cache_gib: Count = 1
     """Memory for cache pages, in GiB."""
     max_batched_tokens: Count | None = None
@@ -84,7 +86,7 @@ class PhaseProfile:
 
     def __post_init__(self) -> None:
         own = _FORMAT_OF[self.dtype]
-        if self.kv_format is not None and self.kv_format != own:
+        if self.kv_format is not None and self.kv_format != own and self.kv_format not in _BYTES:
             raise ValueError(
                 f"kv_format {self.kv_format} differs from {own}, the format of dtype {self.dtype}: "
                 "an engine cannot convert its own cache"
@@ -93,7 +95,7 @@ class PhaseProfile:
     @property
     def format(self) -> WireFormat:
         """Format of this engine's cache pages."""
-        return WireFormat(_FORMAT_OF[self.dtype])
+        return WireFormat(self.kv_format or _FORMAT_OF[self.dtype])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,10 +126,11 @@ class ModelProfile:
     decode: PhaseProfile = PhaseProfile()
 
     def __post_init__(self) -> None:
-        if self.prefill.format != self.decode.format:
+        have, wanted = self.prefill.format, self.decode.format
+        if have != wanted and wanted not in CONVERTIBLE.get(have, ()):
             raise ValueError(
-                f"prefill caches {self.prefill.format}, decode caches {self.decode.format}: "
-                "pages are not converted on the way, make dtype and kv_format equal on both sides"
+                f"prefill caches {have}, decode caches {wanted}: there is no conversion of the one into the "
+                "other, which must be narrower; make dtype and kv_format equal on both sides"
             )
         if self.model_id in self.aliases or len(set(self.aliases)) != len(self.aliases):
             raise ValueError("aliases: every name of a model is given once")

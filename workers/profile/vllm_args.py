@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
+from kv_transfer.api import WireFormat
 from workers.api import Phase
 from workers.profile.schema import ModelProfile
 
@@ -18,6 +19,7 @@ a step, 250 KiB apiece with SmolLM2. Its own bound of 1024 lets an engine grow f
 length of a prompt. Every layer keeps the last 32 besides: decode, whose steps have few tokens, compiles
 nothing twice."""
 
+_BYTES: Final = (WireFormat.FP8_E4M3, WireFormat.FP8_E5M2)
 _GIB: Final = 1 << 30
 _USUAL_BATCHED_TOKENS: Final = {Phase.PREFILL: 512, Phase.DECODE: 2048}
 
@@ -42,6 +44,7 @@ def engine_args(
         "model": model_dir,
         "dtype": part.dtype,
         "max_model_len": profile.context_length,
+        "kv_cache_dtype": part.format.value if part.format in _BYTES else "auto",
         "block_size": profile.block_size,
         "max_num_seqs": part.max_sequences,
         "tensor_parallel_size": part.tensor_parallel,

@@ -51,6 +51,18 @@ def test_a_machine_that_can_start_has_no_problem_and_nothing_is_made(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize("features", [frozenset(), frozenset({"avx512f"})])
+def test_a_format_that_the_processor_cannot_do_stands_in_the_way(
+    features: frozenset[str], tmp_path: Path
+) -> None:
+    config = SystemConfig(profile=own_profile(tmp_path, decode={"kv_format": "fp8_e4m3"}))
+    machine = replace(PLENTY, features=lambda: features)
+
+    found = told(config, tmp_path / "state", tmp_path / "cache", machine=machine)
+
+    assert ("needs a processor with AVX512F" in found.get("profile", "")) is (not features)
+
+
 def test_without_haproxy_the_plain_proxy_is_offered_and_is_enough(own: SystemConfig, tmp_path: Path) -> None:
     bare = replace(PLENTY, haproxy_problem=lambda: "no such program")
     plain = replace(own, ingress="proxy")

@@ -9,7 +9,10 @@ from kv_transfer.api.page import Layout, WireFormat
 from kv_transfer.codec import CODECS
 from kv_transfer.connector.layout import FORMATS, UnsupportedCache, read_layout
 
-DTYPES = {wire: dtype for dtype, wire in FORMATS.items()}
+DTYPES = {wire: dtype for dtype, wire in FORMATS.items()} | {
+    WireFormat.FP8_E4M3: torch.uint8,
+    WireFormat.FP8_E5M2: torch.uint8,
+}
 
 
 def caches(dtype: torch.dtype, pages: int, layers: int = 2) -> list[torch.Tensor]:
@@ -44,7 +47,7 @@ def test_pages_land_where_they_are_told_and_nothing_else_changes(
 @pytest.mark.parametrize("wire_format", list(WireFormat))
 def test_wire_bytes_are_what_the_layout_says(wire_format: WireFormat) -> None:
     source = caches(DTYPES[wire_format], 8)
-    layout = read_layout(dict(enumerate(source)), isa="x")
+    layout = read_layout(dict(enumerate(source)), isa="x", cache_dtype=wire_format.value)
 
     assert CODECS[wire_format].encode(source, [1, 2, 5]).numel() == 3 * layout.page_bytes
 
@@ -73,6 +76,7 @@ def test_every_wire_format_has_a_codec() -> None:
         ({"a": [torch.zeros(2)]}, "not pages"),
         ({"a": torch.zeros(2, 4, 8)}, "dimensions"),
         ({"a": torch.zeros(2, 1, 4, 8, dtype=torch.int32)}, "no wire format"),
+        ({"a": torch.zeros(2, 1, 4, 8, dtype=torch.uint8)}, "uint8 \\(auto\\) has no wire format"),
     ],
 )
 def test_a_cache_that_cannot_be_shipped_is_refused_with_the_reason(cache: dict, why: str) -> None:

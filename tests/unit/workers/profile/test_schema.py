@@ -93,6 +93,30 @@ def test_sides_that_cache_in_different_formats_are_refused_naming_both() -> None
         parse(decode={"dtype": "float32"})
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "format_"),
+    [
+        ({}, {"kv_format": "fp8_e4m3"}, WireFormat.FP8_E4M3),
+        ({}, {"kv_format": "fp8_e5m2"}, WireFormat.FP8_E5M2),
+        ({"dtype": "float32"}, {}, WireFormat.BF16),
+        ({"dtype": "float32"}, {"dtype": "float32", "kv_format": "fp8_e4m3"}, WireFormat.FP8_E4M3),
+    ],
+)
+def test_decode_may_cache_in_a_narrower_format(
+    prefill: dict[str, Any], decode: dict[str, Any], format_: WireFormat
+) -> None:
+    profile = parse(prefill=prefill, decode=decode)
+
+    assert profile.decode.format is format_
+    assert parse_profile(dump_profile(profile), source="again") == profile
+
+
+@pytest.mark.parametrize("decode", [{"dtype": "float16"}, {"dtype": "bfloat16"}])
+def test_what_cannot_be_made_of_prefills_cache_is_refused(decode: dict[str, Any]) -> None:
+    with pytest.raises(ProfileError, match="there is no conversion"):
+        parse(prefill={"kv_format": "fp8_e4m3"}, decode=decode)
+
+
 @pytest.mark.parametrize("nothing", [None, [], "text", 3])
 def test_what_is_no_mapping_is_refused(nothing: object) -> None:
     with pytest.raises(ProfileError, match=r"own\.yaml"):

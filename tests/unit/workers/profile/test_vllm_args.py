@@ -50,6 +50,17 @@ def test_on_a_gpu_decode_may_split_prompts_and_schedules_ahead() -> None:
     assert args["kv_cache_memory_bytes"] == 3 * 2**30
 
 
+@pytest.mark.parametrize(
+    ("decode", "name"),
+    [({}, "auto"), ({"kv_format": "bf16"}, "auto"), ({"kv_format": "fp8_e4m3"}, "fp8_e4m3")],
+)
+def test_a_cache_of_bytes_is_asked_for_by_name_and_on_its_side_alone(
+    decode: dict[str, Any], name: str
+) -> None:
+    assert arguments(Phase.DECODE, decode=decode)["kv_cache_dtype"] == name
+    assert arguments(Phase.PREFILL, decode=decode)["kv_cache_dtype"] == "auto"
+
+
 @pytest.mark.parametrize("phase", list(Phase))
 def test_both_phases_run_the_connector_in_both_roles_and_survive_a_failed_transfer(phase: Phase) -> None:
     transfer = arguments(phase)["kv_transfer_config"]
