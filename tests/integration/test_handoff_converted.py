@@ -1,0 +1,47 @@
+"""Prefill caches in float32, decode in BF16: what is shipped is converted, and answered with."""
+
+import secrets
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kv_transfer.api import HandoffOutcome
+from tests.conftest import Answers, Texts
+from tests.support.engine_pair import WRONG, EnginePair, engine_pair, fresh
+from tests.support.prompts import PAGE
+
+pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
+
+PAGE_BYTES = 30 * 3 * PAGE * 128 * 2
+"""Layers, heads, slots, K and V elements, bytes of a BF16."""
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def pair(model_dir: Path) -> AsyncIterator[EnginePair]:
+    async with engine_pair(model_dir, dtype="bfloat16", kv_format="bf16") as pair:
+        yield pair
+
+
+@pytest.mark.timeout(600)
+async def test_converted_pages_are_half_as_many_bytes_and_answer_nearly_as_float32(
+    pair: EnginePair, texts: Texts, answers: Answers
+) -> None:
+    """Decode computes in BF16: a near tie may go the other way. Another request's pages always go wrong."""
+    same, astray, several = 0, 0, [length for length in texts if length > PAGE]
+    for length in several:
+        tokens, report = await pair.answer(texts[length][1], salt=fresh(), max_tokens=4)
+        assert report is not None
+        pages = -(-(length - 1) // PAGE)
+        assert (report.outcome, report.pages) == (HandoffOutcome.SHIPPED, pages)
+        assert report.wire_bytes == pages * PAGE_BYTES
+        same += tokens[0] == answers[length][0]
+        wrong, _ = await pair.answer(
+            texts[length][1], salt=fresh(), max_tokens=4, transfer_id=WRONG + secrets.token_hex(15)
+        )
+        astray += wrong != tokens
+
+    assert same >= len(several) - 1
+    assert astray >= len(several) - 1
+    assert await pair.settled()
