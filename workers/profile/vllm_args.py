@@ -19,6 +19,10 @@ a step, 250 KiB apiece with SmolLM2. Its own bound of 1024 lets an engine grow f
 length of a prompt. Every layer keeps the last 32 besides: decode, whose steps have few tokens, compiles
 nothing twice."""
 
+LARGE_BUFFER: Final = 4 << 20
+"""Bytes from which a buffer has pages of its own, given back when it is freed. glibc raises its bound to the
+largest buffer that was ever freed: an engine then keeps as much as its transfers ever held at one time."""
+
 _BYTES: Final = (WireFormat.FP8_E4M3, WireFormat.FP8_E5M2)
 _GIB: Final = 1 << 30
 _USUAL_BATCHED_TOKENS: Final = {Phase.PREFILL: 512, Phase.DECODE: 2048}
@@ -130,6 +134,7 @@ def engine_environment(profile: ModelProfile, phase: Phase, device: Device, host
             # Binding by vLLM pins every engine of a machine to the same first cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "ONEDNN_PRIMITIVE_CACHE_CAPACITY": str(KEPT_PRIMITIVES),
+            "MALLOC_MMAP_THRESHOLD_": str(LARGE_BUFFER),
         }
     return environment
 
