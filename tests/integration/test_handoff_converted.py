@@ -28,20 +28,28 @@ async def pair(model_dir: Path) -> AsyncIterator[EnginePair]:
 async def test_converted_pages_are_half_as_many_bytes_and_answer_nearly_as_float32(
     pair: EnginePair, texts: Texts, answers: Answers
 ) -> None:
-    """Decode computes in BF16: a near tie may go the other way. Another request's pages always go wrong."""
-    same, astray, several = 0, 0, [length for length in texts if length > PAGE]
+    """Decode computes in BF16: a near tie may go the other way, once."""
+    several = [length for length in texts if length > PAGE]
+    same = 0
     for length in several:
         tokens, report = await pair.answer(texts[length][1], salt=fresh(), max_tokens=4)
         assert report is not None
         pages = -(-(length - 1) // PAGE)
         assert (report.outcome, report.pages) == (HandoffOutcome.SHIPPED, pages)
         assert report.wire_bytes == pages * PAGE_BYTES
-        same += tokens[0] == answers[length][0]
-        wrong, _ = await pair.answer(
-            texts[length][1], salt=fresh(), max_tokens=4, transfer_id=WRONG + secrets.token_hex(15)
-        )
-        astray += wrong != tokens
+        same += tokens == answers[length][:4]
 
     assert same >= len(several) - 1
-    assert astray >= len(several) - 1
     assert await pair.settled()
+
+
+async def test_another_requests_converted_pages_would_change_the_answer(
+    pair: EnginePair, texts: Texts, answers: Answers
+) -> None:
+    length = 3 * PAGE + 7
+    await pair.answer(texts[2 * PAGE][1], salt=fresh(), max_tokens=1)
+    wrong, _ = await pair.answer(
+        texts[length][1], salt=fresh(), max_tokens=4, transfer_id=WRONG + secrets.token_hex(15)
+    )
+
+    assert wrong != answers[length][:4]
