@@ -9,6 +9,8 @@ the parent's *thread* ends that started the engine.
 
 An engine mostly ends by a signal, and then everything that it has a name for stays behind. The one such thing
 is the lock of its progress bars, a named semaphore in `/dev/shm`: they get one that lives in the process.
+
+What else an engine process of ours does beside vLLM begins here, too: see `trim.py`.
 """
 
 import multiprocessing
@@ -18,6 +20,8 @@ import threading
 from multiprocessing.connection import wait
 
 from tqdm.std import TqdmDefaultWriteLock, tqdm
+
+from workers.engine.trim import give_back_regularly
 
 
 class Tether:
@@ -48,3 +52,4 @@ def keep_bars_private() -> None:
 
 if hold_to_parent() is not None:
     keep_bars_private()
+    give_back_regularly()
