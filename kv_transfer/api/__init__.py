@@ -16,9 +16,10 @@ from kv_transfer.api.integrity import (
 from kv_transfer.api.ledger import LedgerPage, LedgerRow, LedgerSnapshot
 from kv_transfer.api.log_fields import FieldFormatter, PrivateLog, request_fields
 from kv_transfer.api.membership import Gate, Membership
-from kv_transfer.api.page import CONVERTIBLE, Layout, WireFormat
+from kv_transfer.api.page import BYTE_WIDE, CONVERTIBLE, Layout, WireFormat
 
 __all__ = [
+    "BYTE_WIDE",
     "CONVERTIBLE",
     "LEDGER_CHECKS",
     "NOTHING_CHECKED",

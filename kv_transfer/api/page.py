@@ -23,9 +23,11 @@ ELEMENT_BYTES: Final = {
     WireFormat.FP8_E4M3: 1,
     WireFormat.FP8_E5M2: 1,
 }
+BYTE_WIDE: Final = frozenset({WireFormat.FP8_E4M3, WireFormat.FP8_E5M2})
+"""An engine can keep its cache in these whatever it computes in; vLLM holds such a cache as bytes."""
 CONVERTIBLE: Final[Mapping[WireFormat, frozenset[WireFormat]]] = {
-    WireFormat.FP32: frozenset({WireFormat.BF16, WireFormat.FP8_E4M3, WireFormat.FP8_E5M2}),
-    WireFormat.BF16: frozenset({WireFormat.FP8_E4M3, WireFormat.FP8_E5M2}),
+    WireFormat.FP32: BYTE_WIDE | {WireFormat.BF16},
+    WireFormat.BF16: BYTE_WIDE,
 }
 """By format of the sender's cache: formats of a receiver's cache that it can make of it. Always narrower."""
 

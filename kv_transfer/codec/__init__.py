@@ -17,8 +17,6 @@ def misfit(have: Layout, wanted: Layout, scales: Scales) -> str:
     Args:
         scales: of the cache that is to be filled.
     """
-    if have.format == wanted.format:
-        return have.difference(wanted)
     if (have.format, wanted.format) not in CONVERSIONS:
         return have.difference(wanted)
     if difference := have.in_format(wanted.format).difference(wanted):

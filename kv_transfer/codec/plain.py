@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kv_transfer.api.page import WireFormat
+from kv_transfer.api.page import BYTE_WIDE, WireFormat
 from kv_transfer.codec.base import Codec
 
 
@@ -41,7 +41,5 @@ CODECS: dict[str, Codec] = {
     WireFormat.BF16: PlainCodec(torch.bfloat16),
     WireFormat.FP16: PlainCodec(torch.float16),
     WireFormat.FP32: PlainCodec(torch.float32),
-    # vLLM keeps such caches as bytes.
-    WireFormat.FP8_E4M3: PlainCodec(torch.uint8),
-    WireFormat.FP8_E5M2: PlainCodec(torch.uint8),
+    **dict.fromkeys(BYTE_WIDE, PlainCodec(torch.uint8)),
 }

@@ -205,11 +205,9 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
 
 def scales_of(layers: Iterable[object]) -> Scales:
     """With which the kernels of these layers read the cache; final when caches are registered."""
-    names = ("_k_scale_float", "_v_scale_float")
     found = tuple(
-        (float(getattr(layer, k, 1.0)), float(getattr(layer, v, 1.0)))
+        (float(getattr(layer, "_k_scale_float", 1.0)), float(getattr(layer, "_v_scale_float", 1.0)))
         for layer in layers
-        for k, v in (names,)
     )
     return () if set(found) <= {(1.0, 1.0)} else found
 

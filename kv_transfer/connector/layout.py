@@ -4,15 +4,11 @@ from collections.abc import Mapping
 
 import torch
 
-from kv_transfer.api.page import Layout, WireFormat
+from kv_transfer.api.page import BYTE_WIDE, Layout, WireFormat
 
 FORMATS = {torch.bfloat16: WireFormat.BF16, torch.float16: WireFormat.FP16, torch.float32: WireFormat.FP32}
 
-BYTE_FORMATS = {
-    "fp8": WireFormat.FP8_E4M3,
-    "fp8_e4m3": WireFormat.FP8_E4M3,
-    "fp8_e5m2": WireFormat.FP8_E5M2,
-}
+BYTE_FORMATS = {"fp8": WireFormat.FP8_E4M3, **{format.value: format for format in BYTE_WIDE}}
 """By vLLM's name of the cache's type."""
 
 

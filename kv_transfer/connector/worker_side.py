@@ -283,28 +283,24 @@ class WorkerSide:
         self, courier: Courier, transfer_id: str, table: _Table, bad: NonfiniteSource
     ) -> None:
         """Whatever they were converted to would be a number that nobody computed: decode's request ends."""
-        log.error(
-            "pages to be converted hold no numbers",
-            extra={
-                "transfer": transfer_id,
-                "request_id": table.request_id,
-                "page": bad.page,
-                "layer": bad.layer,
-            },
-        )
-        table.page_ids = ()
-        self.check.refuse(IntegrityCause.NONFINITE_SOURCE)
+        facts = {"page": bad.page, "layer": bad.layer}
+        self._give_up(transfer_id, table, IntegrityCause.NONFINITE_SOURCE, facts)
         courier.later(partial(courier.sender.nonfinite, transfer_id))
 
     def _give_up_stale(self, courier: Courier, transfer_id: str, table: _Table, lost: PageFault) -> None:
         """What lies in the pages now is another's: it is not read. Decode computes its prompt itself."""
+        self._give_up(transfer_id, table, lost.cause, {"page": lost.page})
+        courier.later(partial(courier.sender.stale, transfer_id))
+
+    def _give_up(
+        self, transfer_id: str, table: _Table, cause: IntegrityCause, facts: Mapping[str, object]
+    ) -> None:
         log.error(
-            "pages to be shipped have changed hands",
-            extra={"transfer": transfer_id, "cause": lost.cause, "page": lost.page},
+            "pages are not shipped",
+            extra={"transfer": transfer_id, "request_id": table.request_id, "cause": cause, **facts},
         )
         table.page_ids = ()
-        self.check.refuse(lost.cause)
-        courier.later(partial(courier.sender.stale, transfer_id))
+        self.check.refuse(cause)
 
     def _fault_of(self, outcome: Outcome) -> PageFault | None:
         """Why the request must end, if it must."""

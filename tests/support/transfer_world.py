@@ -160,6 +160,13 @@ class World:
         self.sender.ship(transfer_id, first_page, pages, data, Fence(CPU))
         return data
 
+    def carry(self, transfer_id: str) -> torch.Tensor:
+        """A whole transfer of one page, from its announcement to the last byte."""
+        self.start(transfer_id, pages=1)
+        data = self.ship(transfer_id, 0, 1)
+        self.settle()
+        return data
+
     def settle(self, *, bytes_move: bool = True) -> None:
         """Deliver messages, queued work and, unless held back, page bytes, until nothing is left."""
         moved = True

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator
 
-from kv_transfer.api import WireFormat
+from kv_transfer.api import BYTE_WIDE
 from workers.api import Phase
 from workers.profile.schema import ModelProfile
 from workers.profile.vllm_args import Device
 
-_CACHE_ON_CPU = {WireFormat.FP8_E4M3: "avx512f", WireFormat.FP8_E5M2: "avx512f"}
+_CACHE_ON_CPU = dict.fromkeys(BYTE_WIDE, "avx512f")
 """By cache format: the processor's feature, as Linux names it, without which vLLM's kernels refuse it."""
 
 

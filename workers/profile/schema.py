@@ -8,7 +8,7 @@ from annotated_types import Ge, Le, MinLen, MultipleOf
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 from pydantic.types import Strict
 
-from kv_transfer.api import CONVERTIBLE, WireFormat
+from kv_transfer.api import BYTE_WIDE, CONVERTIBLE, WireFormat
 from workers.api import Phase
 
 Dtype = Literal["bfloat16", "float32", "float16"]
@@ -21,8 +21,6 @@ ModelId = Annotated[
 ]
 
 _FORBID: Final = {"extra": "forbid"}
-_BYTES: Final = frozenset({"fp8_e4m3", "fp8_e5m2"})
-"""Formats that an engine keeps its cache in whatever it computes in."""
 _FORMAT_OF: Final[Mapping[Dtype, KvFormat]] = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
 
@@ -86,9 +84,9 @@ class PhaseProfile:
 
     def __post_init__(self) -> None:
         own = _FORMAT_OF[self.dtype]
-        if self.kv_format is not None and self.kv_format != own and self.kv_format not in _BYTES:
+        if self.format != own and self.format not in BYTE_WIDE:
             raise ValueError(
-                f"kv_format {self.kv_format} differs from {own}, the format of dtype {self.dtype}: "
+                f"kv_format {self.format} differs from {own}, the format of dtype {self.dtype}: "
                 "an engine cannot convert its own cache"
             )
 

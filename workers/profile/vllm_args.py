@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
-from kv_transfer.api import WireFormat
+from kv_transfer.api import BYTE_WIDE
 from workers.api import Phase
 from workers.profile.schema import ModelProfile
 
@@ -23,7 +23,6 @@ LARGE_BUFFER: Final = 4 << 20
 """Bytes from which a buffer has pages of its own, given back when it is freed. glibc raises its bound to the
 largest buffer that was ever freed: an engine then keeps as much as its transfers ever held at one time."""
 
-_BYTES: Final = (WireFormat.FP8_E4M3, WireFormat.FP8_E5M2)
 _GIB: Final = 1 << 30
 _USUAL_BATCHED_TOKENS: Final = {Phase.PREFILL: 512, Phase.DECODE: 2048}
 
@@ -48,7 +47,7 @@ def engine_args(
         "model": model_dir,
         "dtype": part.dtype,
         "max_model_len": profile.context_length,
-        "kv_cache_dtype": part.format.value if part.format in _BYTES else "auto",
+        "kv_cache_dtype": part.format.value if part.format in BYTE_WIDE else "auto",
         "block_size": profile.block_size,
         "max_num_seqs": part.max_sequences,
         "tensor_parallel_size": part.tensor_parallel,

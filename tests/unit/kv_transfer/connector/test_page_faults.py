@@ -6,6 +6,7 @@ would be shown.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from kv_transfer.integrity.ledger import GenerationLedger
 from kv_transfer.integrity.verify import Tables
 from tests.support.real_scheduler import BLOCK, a_request
 from tests.support.toy_engine import ToyEngine, connected_config
+from tests.support.twice import first_page_given_again
 
 Engines = Callable[..., ToyEngine]
 PROMPTS = {"a": [1, 2, 3] * 25, "b": [4, 5] * 40, "c": [6] * 70}
@@ -260,25 +262,10 @@ def test_a_page_given_to_two_requests_in_one_step_ends_both_before_it_is_sent(
     def life(engine: ToyEngine, *, double: bool) -> dict[str, list[int]]:
         engine.add("c", PROMPTS["c"], salt="c")
         engine.step()
-        pool, right = engine.pool, type(engine.pool).get_new_blocks
-        given: list[Any] = []
-
-        def get_new_blocks(count: int) -> list[Any]:
-            blocks: list[Any] = right(pool, count)
-            given.append(blocks[-1])
-            if len(given) == 2:
-                instead, blocks[-1] = blocks[-1], given[0]
-                given[0].ref_cnt += counted
-                instead.ref_cnt = 0
-                pool.free_block_queue.append_n([instead])
-            return blocks
-
         for name in ("a", "b"):
             engine.add(name, PROMPTS[name][:60], salt=name)
-        if double:
-            pool.get_new_blocks = get_new_blocks
-        engine.step()
-        vars(pool).pop("get_new_blocks", None)
+        with first_page_given_again(engine.pool, at=2, counted=counted) if double else nullcontext():
+            engine.step()
         engine.run()
         return {name: answer.tokens for name, answer in engine.answers.items()}
 

@@ -182,9 +182,7 @@ def test_cancel_in_mid_transfer_takes_the_bytes_off_the_wire_before_it_is_over(w
 
     assert [o.cause for o in world.receiver.take()] == [TransferCause.CANCELLED]
     assert not world.quiet()
-    world.start("b", pages=1)
-    data = world.ship("b", 0, 1)
-    world.settle()
+    data = world.carry("b")
     (outcome,) = world.outcomes()
     assert torch.equal(outcome.groups[0].data, data)
     assert world.quiet()
@@ -239,9 +237,7 @@ def test_a_lost_link_fails_its_transfers_and_the_next_one_gets_a_new_link(world:
     world.settle()
     assert [o.cause for o in world.outcomes()] == [TransferCause.LINK_DOWN]
 
-    world.start("b", pages=1)
-    world.ship("b", 0, 1)
-    world.settle()
+    world.carry("b")
 
     assert [o.cause for o in world.outcomes()] == [None]
     assert set(world.links) == {"link0", "link1"}

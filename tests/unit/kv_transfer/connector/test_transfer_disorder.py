@@ -79,9 +79,7 @@ def test_a_link_lost_at_the_sender_only_fails_at_once_and_is_built_anew(world: W
     world.settle()
     assert [o.cause for o in world.outcomes()] == [TransferCause.LINK_DOWN]
 
-    world.start("b", pages=1)
-    world.ship("b", 0, 1)
-    world.settle()
+    world.carry("b")
 
     assert [o.cause for o in world.outcomes()] == [None]
     assert "link1" in world.links

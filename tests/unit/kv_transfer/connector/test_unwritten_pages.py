@@ -15,6 +15,7 @@ from kv_transfer.api.integrity import PageFault
 from kv_transfer.connector.scheduler import PhasegateAsyncScheduler, PhasegateScheduler
 from kv_transfer.integrity.verify import Tables
 from tests.support.toy_engine import ToyEngine, connected_config, right_answer
+from tests.support.twice import first_page_given_again
 
 Engines = Callable[..., ToyEngine]
 PROMPT = [8] * 70
@@ -58,24 +59,10 @@ def test_who_found_pages_of_one_that_is_taken_out_of_the_same_step_ends_too(
 ) -> None:
     """The last page of `one` is given to `third` as well; `two` has the same prompt as `one`."""
     engine = engine_of(ahead=ahead)
-    pool, right = engine.pool, type(engine.pool).get_new_blocks
-    given: list[Any] = []
-
-    def get_new_blocks(count: int) -> list[Any]:
-        blocks: list[Any] = right(pool, count)
-        given.append(blocks[-1])
-        if len(given) == 3:
-            instead, blocks[-1] = blocks[-1], given[0]
-            given[0].ref_cnt += 1
-            instead.ref_cnt = 0
-            pool.free_block_queue.append_n([instead])
-        return blocks
-
     for name, prompt in (("one", PROMPT), ("two", PROMPT), ("third", [6] * 20)):
         engine.add(name, prompt, salt="s")
-    pool.get_new_blocks = get_new_blocks
-    engine.step()
-    del pool.get_new_blocks
+    with first_page_given_again(engine.pool, at=3):
+        engine.step()
     engine.run()
     engine.add("after", PROMPT, salt="s")
     engine.run()

@@ -33,20 +33,29 @@ from tests.support.worker_pair import (
 ONE_GROUP = cache_config(20)
 
 
+def checked(worker: Worker, tags: dict[int, int]) -> None:
+    """From now on this worker knows these pages' tags."""
+    worker.side.check = StepCheck(ONE_GROUP, checked=True)
+    tell(worker, tags)
+
+
+def tell(worker: Worker, tags: dict[int, int]) -> None:
+    worker.side.check.before_step(CheckOrders(LedgerDelta(tags=dict(tags)), {}, Rights()), [], [])
+
+
 @pytest.mark.parametrize("changed", [False, True], ids=["as ordered", "changed hands"])
 def test_pages_are_written_only_while_they_have_the_tags_of_the_order(
     pair: tuple[Worker, Worker], changed: bool
 ) -> None:
     """Pages 7, 8 and 9 are ordered; page 8 is another request's by the time that bytes come."""
     prefill, decode = pair
-    decode.side.check = StepCheck(ONE_GROUP, checked=True)
     tags = {7: 70, 8: 80, 9: 90}
-    decode.side.check.before_step(CheckOrders(LedgerDelta(tags=dict(tags)), {}, Rights()), [], [])
+    checked(decode, tags)
     prefill.step(announced("t"))
     order = replace(asked("t", prefill, tuple(tags)).receives[0], tags=tuple(tags.values()))
     decode.step(StepOrders(receives=[order]))
     if changed:
-        decode.side.check.before_step(CheckOrders(LedgerDelta(tags={8: 81}), {}, Rights()), [], [])
+        tell(decode, {8: 81})
     for page in (3, 4, 5):
         prefill.write(page, float(page))
     prefill.step(computed("t", (3, 4, 5), PROMPT))
@@ -65,14 +74,13 @@ def test_pages_are_shipped_only_while_they_have_the_tags_under_which_they_were_g
 ) -> None:
     """Held until they are fetched; page 4 is another request's by then."""
     prefill, decode = pair
-    prefill.side.check = StepCheck(ONE_GROUP, checked=True)
     tags = {3: 30, 4: 40, 5: 50}
-    prefill.side.check.before_step(CheckOrders(LedgerDelta(tags=dict(tags)), {}, Rights()), [], [])
+    checked(prefill, tags)
     prefill.step(announced("t"))
     done = SendProgress("t", tuple(tags), PROMPT, PROMPT, "r", tuple(tags.values()))
     prefill.step(StepOrders(progress=[done], held=[Held("t", "r")]))
     if changed:
-        prefill.side.check.before_step(CheckOrders(LedgerDelta(tags={4: 41}), {}, Rights()), [], [])
+        tell(prefill, {4: 41})
     decode.step(asked("t", prefill, (7, 8, 9)))
 
     until((prefill, decode), lambda: decode.received == ["d-t"] and prefill.sent == {"r"})

@@ -17,6 +17,7 @@ from kv_transfer.api.integrity import IntegrityCause
 from kv_transfer.integrity.hooks import UnwatchablePool, WatchedHashes, WatchedQueue, watch
 from kv_transfer.integrity.shadow import GroupShape
 from tests.support.real_scheduler import BLOCK, Life, a_request, cache_config, engine_config, scheduler_of
+from tests.support.twice import first_page_given_again
 
 FULL, WINDOW = GroupShape(BLOCK), GroupShape(BLOCK, 64)
 LifeOf = Callable[..., Life]
@@ -140,26 +141,13 @@ def test_a_page_queued_in_use_stays_out_of_the_queue_and_the_engine_lives(life_o
 @pytest.mark.parametrize("when", ["one step", "across steps"])
 def test_a_page_given_out_twice_ends_both(life_of: LifeOf, counted: bool, when: str) -> None:
     life = life_of(20)
-    pool, given = life.pool, []
-    right = type(pool).get_new_blocks
-
-    def get_new_blocks(count: int) -> list[Any]:
-        blocks: list[Any] = right(pool, count)
-        if len(given) == (2 if when == "across steps" else 1) and "double" not in vars(pool):
-            pool.double = given[0]
-            instead, blocks[-1] = blocks[-1], given[0]
-            given[0].ref_cnt += counted
-            instead.ref_cnt = 0
-            pool.free_block_queue.append_n([instead])
-        given.append(blocks[-1])
-        return blocks
-
-    pool.get_new_blocks = get_new_blocks
-    two = Two(life, steps=1 if when == "one step" else 0)
-    two.steps(40 if when == "across steps" else 0)
+    across = when == "across steps"
+    with first_page_given_again(life.pool, at=3 if across else 2, counted=counted):
+        two = Two(life, steps=0 if across else 1)
+        two.steps(40 if across else 0)
 
     assert set(two.causes().values()) == {IntegrityCause.DOUBLE_ASSIGNED}
-    assert two.causes().keys() >= {"a", "b"} or when == "across steps"
+    assert two.causes().keys() >= {"a", "b"} or across
     two.all_end_and_balance()
 
 
