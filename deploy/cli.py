@@ -63,12 +63,7 @@ def parser() -> argparse.ArgumentParser:
     chat.add_argument("--temperature", type=float, default=0.0, help="0 (the default): always the likeliest")
     _state(chat)
 
-    config = verbs.add_parser("config", help="the configuration, before anything is started")
-    configs = config.add_subparsers(dest="config_verb", required=True, metavar="COMMAND")
-    check = _verb(configs, "check", "tell everything that stands in a start's way", commands.config_check)
-    _configured(check)
-    _state(check)
-    _configured(_verb(configs, "show", "show every value and where it comes from", commands.config_show))
+    _configuration(verbs)
 
     key = verbs.add_parser("key", help="API keys of the running system")
     keys = key.add_subparsers(dest="key_verb", required=True, metavar="COMMAND")
@@ -92,6 +87,24 @@ def parser() -> argparse.ArgumentParser:
     add.add_argument("--name", help="name of its profile (default: the folder's)")
     _verb(models, "list", "list model profiles", commands.model_list)
     return top
+
+
+def _configuration(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    config = verbs.add_parser("config", help="the configuration, before anything is started")
+    configs = config.add_subparsers(dest="config_verb", required=True, metavar="COMMAND")
+    check = _verb(configs, "check", "tell everything that stands in a start's way", commands.config_check)
+    _configured(check)
+    _state(check)
+    _configured(_verb(configs, "show", "show every value and where it comes from", commands.config_show))
+
+    look = _verb(verbs, "preflight", "look at what a start needs, without one", commands.preflight_check)
+    _configured(look)
+    look.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="of the profile alone: what vLLM would be told, and whether it takes that",
+    )
+    _state(look)
 
 
 def _debug(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -123,6 +123,18 @@ def config_check(options: Namespace) -> int:
     return 0
 
 
+def preflight_check(options: Namespace) -> int:
+    if not options.dry_run:
+        return config_check(options)
+    from deploy import dry_run
+
+    config = config_file.load(options.config, **_chosen(options))
+    profile = preflight.load_profile(config.profile, configuration.cache_dir())
+    for line in dry_run.report(profile):
+        say(f"phasegate: {line}" if not line.startswith(" ") else line)
+    return 0
+
+
 def config_show(options: Namespace) -> int:
     found = config_file.gather(options.config, **_chosen(options))
     if found.mistakes:

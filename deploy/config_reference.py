@@ -70,11 +70,33 @@ def document() -> str:
     )
 
 
+def _sections(root: type[Any]) -> dict[type[Any], list[str]]:
+    """Every section below `root`, from the top down, with the paths under which it stands."""
+    found: dict[type[Any], list[str]] = {root: [""]}
+    waiting = [root]
+    for section in waiting:
+        hints = get_type_hints(section, include_extras=True)
+        for part in fields(section):
+            if (inner := _section(hints[part.name])) is None:
+                continue
+            path = f"{found[section][0]}.{part.name}".lstrip(".")
+            if inner in found:
+                found[inner].append(path)
+            else:
+                found[inner] = [path]
+                waiting.append(inner)
+    return found
+
+
+def _section(kind: Any) -> type[Any] | None:
+    """The section that a field of this type holds, or may hold."""
+    among = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return next((one for one in among if hasattr(one, "__dataclass_fields__")), None)
+
+
 def _tables(root: type[Any]) -> Iterator[str]:
     """A table for each section; the same section under two names is described once."""
-    waiting: list[tuple[list[str], type[Any]]] = [([""], root)]
-    while waiting:
-        names, section = waiting.pop(0)
+    for section, names in _sections(root).items():
         if names != [""]:
             yield ""
             yield "### " + " and ".join(f"`{name}`" for name in names)
@@ -87,22 +109,14 @@ def _tables(root: type[Any]) -> Iterator[str]:
         yield "|---|---|---|---|"
         hints, told = get_type_hints(section, include_extras=True), docstrings(section)
         for part in fields(section):
-            kind = hints[part.name]
-            if hasattr(kind, "__dataclass_fields__"):
-                path = f"{names[0]}.{part.name}".lstrip(".")
-                known = next((at for at, known_section in waiting if known_section is kind), None)
-                if known is None:
-                    waiting.append(([path], kind))
-                else:
-                    known.append(path)
-            yield _row(part, kind, told.get(part.name, ""))
+            yield _row(part, hints[part.name], told.get(part.name, ""))
 
 
 def _row(part: Field[Any], kind: Any, meaning: str) -> str:
-    nested = hasattr(kind, "__dataclass_fields__")
+    nested, optional = _section(kind) is not None, type(None) in get_args(kind)
     required = part.default is MISSING and part.default_factory is MISSING
-    default = "required" if required else "" if nested else f"`{_plain(part.default)}`"
-    value = "a section, below" if nested else words(kind)
+    default = "required" if required else "" if nested and not optional else f"`{_plain(part.default)}`"
+    value = words(kind) if not nested else "a section, below, or `null`" if optional else "a section, below"
     return f"| `{part.name}` | {value} | {default} | {meaning} |"
 
 

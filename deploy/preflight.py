@@ -21,6 +21,7 @@ from deploy.config import INTERNAL_HOST, SystemConfig
 from deploy.production import profile_refusals, secret_refusals
 from deploy.state import Secrets, StateDir, StateError, read_private
 from deploy.yaml_file import ConfigError, Mistake
+from workers.api import Phase
 from workers.profile.hardware import shortcomings
 from workers.profile.schema import ModelProfile, ProfileError, parse_profile
 
@@ -132,11 +133,19 @@ def own_model(profile: ModelProfile) -> Path:
     """
     assert profile.weights.path is not None
     folder = Path(profile.weights.path).expanduser()
-    longest = model_store.inspect_own(folder).context_length
+    model = model_store.inspect_own(folder)
+    longest = model.context_length
     if profile.context_length > longest:
         raise model_store.ModelError(
             f"context_length: {profile.context_length} is more than the {longest} of the model in {folder}"
         )
+    for phase in Phase:
+        wanted = profile.phase(phase).weight_format
+        if wanted not in ("native", model.weight_format):
+            raise model_store.ModelError(
+                f"{phase}.weight_format: {wanted}, and the model in {folder} holds "
+                f"{model.weight_format or 'another format'}; the nearest that works is native"
+            )
     return folder
 
 

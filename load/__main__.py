@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from load import gateway_cost, integrity_cost, path, sweep
+from load import gateway_cost, integrity_cost, path, planner, sweep
+from load.geometry import GeometryError
 from load.servers import ServerFailed
 from load.stacks import SamplerMissing
 
@@ -21,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
         ("gateway-cost", gateway_cost, "processor time of a token's way, token bus next to Serve handle"),
         ("integrity-cost", integrity_cost, "an engine that checks its pages next to itself without"),
         ("sweep", sweep, "one server under rising load, or Phasegate next to plain vLLM"),
+        ("plan", planner, "how much the engines of a profile hold, and how fast they decode at most"),
     ):
         command = commands.add_parser(name, help=help_, allow_abbrev=False)
         command.add_argument("--json", type=Path, metavar="FILE", help="write the result here")
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         result, valid = options.run(options, list(arguments))
-    except (SamplerMissing, ServerFailed) as bad:
+    except (SamplerMissing, ServerFailed, GeometryError, planner.PlanError) as bad:
         print(f"load: error: {bad}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -54,11 +56,19 @@ def _interrupt(*_: object) -> None:
 
 
 def show(result: dict[str, Any]) -> None:
-    for row in [*result["rows"], *result.get("cpu", ()), *result.get("busy", ()), *result.get("micro", ())]:
-        print("  ".join(f"{key}={value}" for key, value in row.items()))
-    print(json.dumps(result["summary"], indent=1))
-    if result["summary"]["invalid"]:
-        print("load: the run is not valid", file=sys.stderr)
+    if "table" in result:
+        print(result["table"])
+    else:
+        for row in [
+            *result["rows"],
+            *result.get("cpu", ()),
+            *result.get("busy", ()),
+            *result.get("micro", ()),
+        ]:
+            print("  ".join(f"{key}={value}" for key, value in row.items()))
+        print(json.dumps(result["summary"], indent=1))
+    if invalid := result["summary"]["invalid"]:
+        print(f"load: the run is not valid: {'; '.join(map(str, invalid))}", file=sys.stderr)
 
 
 if __name__ == "__main__":

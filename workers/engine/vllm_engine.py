@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ from kv_transfer.api import (
 from workers.api import DecodeRequest, FaultKind, FinishReason, Phase, PrefillRequest, Sampling
 from workers.engine.base import Delta, Ending, EngineFault, Prefilled
 from workers.engine.gauges import GaugeClient
+from workers.profile.hardware import Capability, gpu_shortcomings
 from workers.profile.schema import ModelProfile
 from workers.profile.vllm_args import Device, async_engine_args, engine_args, engine_environment
 
@@ -62,7 +63,7 @@ class VllmEngine:
             faults: the connector's faults on purpose; empty outside tests.
             log_file: where the engine's process writes its part of the log; empty: to its standard error.
         """
-        self._profile = profile
+        self._profile, self._phase, self._device = profile, phase, device
         self._environment = engine_environment(profile, phase, device, host)
         self._folder = socket_folder()
         endpoint = f"ipc://{self._folder}/gauges"
@@ -86,6 +87,8 @@ class VllmEngine:
     async def start(self) -> None:
         os.environ.update(self._environment)
         try:
+            if self._device == "cuda":
+                await asyncio.to_thread(_refuse_unfit, self._profile, self._phase)
             self._llm = await asyncio.to_thread(_load, self._arguments)
             self._vocabulary = int(self._llm.model_config.get_vocab_size())
             await self._gauges.ask()
@@ -181,6 +184,24 @@ def socket_folder() -> Path:
     """A fresh private folder for ipc sockets, whose paths hold at most 107 bytes."""
     usual = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="pg-", dir=usual if len(usual) <= LONGEST_FOLDER else "/tmp"))
+
+
+def capability_here() -> Capability | None:
+    """Of this process's first GPU; None: it has none."""
+    from vllm.platforms import current_platform
+
+    found = current_platform.get_device_capability()
+    return None if found is None else (found.major, found.minor)
+
+
+def _refuse_unfit(
+    profile: ModelProfile, phase: Phase, capability: Callable[[], Capability | None] = capability_here
+) -> None:
+    """Raises `EngineFault` where the GPU here cannot do what the profile asks of it."""
+    if (found := capability()) is None:
+        raise EngineFault(FaultKind.ENGINE_DEAD, f"{phase}: there is no NVIDIA GPU here")
+    if told := list(gpu_shortcomings(profile, phase, found)):
+        raise EngineFault(FaultKind.ENGINE_DEAD, "; ".join(told))
 
 
 def _load(arguments: dict[str, Any]) -> Any:

@@ -4,18 +4,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from annotated_types import Ge, Le, MinLen, MultipleOf
+from annotated_types import Ge, Gt, Le, MinLen, MultipleOf
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 from pydantic.types import Strict
 
 from kv_transfer.api import BYTE_WIDE, CONVERTIBLE, WireFormat
 from workers.api import Phase
+from workers.profile.geometry import Geometry
 
 Dtype = Literal["bfloat16", "float32", "float16"]
 KvFormat = Literal["bf16", "fp32", "fp16", "fp8_e4m3", "fp8_e5m2"]
+WeightFormat = Literal["native", "bf16", "fp32", "fp8", "int4", "nvfp4"]
+GpuName = Literal["h100", "h200", "b200"]
 Count = Annotated[int, Strict(), Ge(1)]
+Fraction = Annotated[float, Gt(0), Le(1)]
 Milliseconds = Annotated[float, Ge(0), Le(60_000)]
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]*$", max_length=64)]
+ParserName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=64)]
 ModelId = Annotated[
     str, StringConstraints(pattern=r"^@?[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$")
 ]
@@ -67,28 +72,47 @@ class PhaseProfile:
     __pydantic_config__: ClassVar = _FORBID
 
     replicas: Count = 1
+    gpu: GpuName | None = None
+    """What it is meant for; None: a CPU. Formats are checked against it, and plans made for it."""
+    weights: Weights | None = None
+    """Of this phase alone, e.g. in a narrower format; None: the model's."""
+    weight_format: WeightFormat = "native"
+    """What the weights' folder must hold; `native`: whatever it holds."""
     dtype: Dtype = "bfloat16"
+    """Of the computation, and of what has no format of its own."""
     kv_format: KvFormat | None = None
     """Format of the cache; None: that of `dtype`. Decode may have a narrower one: pages are converted."""
-    cache_gib: Count = 1
-    """Memory for cache pages, in GiB."""
+    cache_gib: Count | None = None
+    """Memory for cache pages, in GiB, on each GPU; None: 1, or what `memory_fraction` leaves."""
+    memory_fraction: Fraction | None = None
+    """Of a GPU's memory, for weights, pages and all else of the engine. Not with `cache_gib`."""
     max_batched_tokens: Count | None = None
     """Prompt tokens computed in one step; None: the engine's usual for its phase."""
     max_sequences: Count = 16
     """Requests computed in one step."""
-    tensor_parallel: Annotated[int, Strict(), Ge(1), Le(1)] = 1
+    tensor_parallel: Count = 1
+    """GPUs of one engine."""
     threads: Count = 1
     """CPU threads of one engine. With more than the machine has cores for, throughput collapses."""
     script: Script | None = None
     """Of the scripted engine alone."""
 
     def __post_init__(self) -> None:
+        if self.cache_gib is not None and self.memory_fraction is not None:
+            raise ValueError("give one of `cache_gib` and `memory_fraction`, not both")
+        if self.gpu is None and (self.memory_fraction is not None or self.tensor_parallel > 1):
+            raise ValueError("`memory_fraction` and `tensor_parallel` are of GPUs: name the `gpu`")
         own = _FORMAT_OF[self.dtype]
         if self.format != own and self.format not in BYTE_WIDE:
             raise ValueError(
                 f"kv_format {self.format} differs from {own}, the format of dtype {self.dtype}: "
                 "an engine cannot convert its own cache"
             )
+
+    @property
+    def cache_size_gib(self) -> int | None:
+        """Memory for cache pages on each device; None: what `memory_fraction` leaves."""
+        return None if self.memory_fraction is not None else self.cache_gib or 1
 
     @property
     def format(self) -> WireFormat:
@@ -118,8 +142,12 @@ class ModelProfile:
     """Token slots in a cache page, on both sides."""
     integrity: Annotated[bool, Strict()] = True
     """Whether pages of the cache have tags, checked before each step: a wrong page ends its request."""
-    tool_parser: None = None
-    reasoning_parser: None = None
+    tool_parser: ParserName | None = None
+    """One of vLLM's. Gateways do not use it yet: a profile with one is planned and dry-run, not served."""
+    reasoning_parser: ParserName | None = None
+    """As `tool_parser`."""
+    geometry: Geometry | None = None
+    """Sizes, for a plan."""
     prefill: PhaseProfile = PhaseProfile()
     decode: PhaseProfile = PhaseProfile()
 
@@ -133,7 +161,13 @@ class ModelProfile:
         if self.model_id in self.aliases or len(set(self.aliases)) != len(self.aliases):
             raise ValueError("aliases: every name of a model is given once")
         for phase in Phase:
+            self._check_weights(phase)
             self._check_script(phase, self.phase(phase).script)
+
+    def _check_weights(self, phase: Phase) -> None:
+        held = self.phase(phase).weight_format
+        if self.weights_of(phase).embedded is not None and held not in ("native", "bf16"):
+            raise ValueError(f"{phase}.weight_format: embedded weights are bf16, not {held}")
 
     def _check_script(self, phase: Phase, script: Script | None) -> None:
         if script is None:
@@ -148,6 +182,14 @@ class ModelProfile:
 
     def phase(self, phase: Phase) -> PhaseProfile:
         return self.prefill if phase is Phase.PREFILL else self.decode
+
+    @property
+    def sparse(self) -> bool:
+        """Whether attention reads what an indexer chooses."""
+        return self.geometry is not None and self.geometry.indexer is not None
+
+    def weights_of(self, phase: Phase) -> Weights:
+        return self.phase(phase).weights or self.weights
 
 
 _adapter: Final = TypeAdapter(ModelProfile)

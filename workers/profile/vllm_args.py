@@ -1,11 +1,12 @@
 """A phase profile in vLLM's words. The only file that knows the names of vLLM's options."""
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 from kv_transfer.api import BYTE_WIDE
 from workers.api import Phase
-from workers.profile.schema import ModelProfile
+from workers.profile.schema import ModelProfile, PhaseProfile
 
 Device = Literal["cpu", "cuda"]
 
@@ -47,13 +48,15 @@ def engine_args(
         "model": model_dir,
         "dtype": part.dtype,
         "max_model_len": profile.context_length,
-        "kv_cache_dtype": part.format.value if part.format in BYTE_WIDE else "auto",
+        "kv_cache_dtype": _cache_type(profile, phase),
         "block_size": profile.block_size,
         "max_num_seqs": part.max_sequences,
         "tensor_parallel_size": part.tensor_parallel,
-        "distributed_executor_backend": "uni",
+        # One process for scheduler and model; with more GPUs one for each.
+        "distributed_executor_backend": "uni" if part.tensor_parallel == 1 else "mp",
         # Engines see token ids only, and the gateway names every stop token.
         "skip_tokenizer_init": True,
+        "language_model_only": True,  # images are refused by name: a vision tower is not loaded
         "enable_prefix_caching": True,
         "prefix_caching_hash_algo": "sha256_cbor",  # the default serialises with pickle
         "kv_events_config": None,  # events carry token ids and salts
@@ -70,8 +73,19 @@ def engine_args(
         },
         **_scheduling(device),
         **_batching(profile, phase, device),
-        **_memory(part.cache_gib, device),
+        **_memory(part, device),
     }
+
+
+def _cache_type(profile: ModelProfile, phase: Phase) -> str:
+    wanted = profile.phase(phase).format
+    if profile.sparse:
+        # Sparse attention on Hopper takes FP8 under this name alone, and keeps it as `fp8_ds_mla`
+        # (`supported_kv_cache_dtypes`, vllm/v1/attention/backends/mla/flashmla_sparse.py).
+        # And GLM chooses FP8 by itself on Blackwell where it is told `auto`
+        # (vllm/model_executor/models/config.py).
+        return "fp8" if wanted in BYTE_WIDE else "bfloat16"
+    return wanted.value if wanted in BYTE_WIDE else "auto"
 
 
 def _worker(device: Device) -> dict[str, Any]:
@@ -100,10 +114,12 @@ def _batching(profile: ModelProfile, phase: Phase, device: Device) -> dict[str, 
     return {"enable_chunked_prefill": True, "max_num_batched_tokens": batched}
 
 
-def _memory(cache_gib: int, device: Device) -> dict[str, Any]:
+def _memory(part: PhaseProfile, device: Device) -> dict[str, Any]:
     if device == "cpu":
         return {"enforce_eager": True}  # compilation takes a minute and a half and gains little
-    return {"kv_cache_memory_bytes": cache_gib * _GIB}
+    if part.cache_size_gib is None:
+        return {"gpu_memory_utilization": part.memory_fraction}
+    return {"kv_cache_memory_bytes": part.cache_size_gib * _GIB}
 
 
 def engine_environment(profile: ModelProfile, phase: Phase, device: Device, host: str) -> dict[str, str]:
@@ -127,7 +143,7 @@ def engine_environment(profile: ModelProfile, phase: Phase, device: Device, host
     if device == "cpu":
         environment |= {
             "OMP_NUM_THREADS": str(part.threads),
-            "VLLM_CPU_KVCACHE_SPACE": str(part.cache_gib),
+            "VLLM_CPU_KVCACHE_SPACE": str(part.cache_size_gib),
             # The `uni` executor (one process for scheduler and model) is honoured on CPU only with this.
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             # Binding by vLLM pins every engine of a machine to the same first cores.
@@ -145,3 +161,19 @@ def async_engine_args(arguments: dict[str, Any]) -> Any:
 
     transfer = KVTransferConfig(**arguments["kv_transfer_config"])
     return AsyncEngineArgs(**(arguments | {"kv_transfer_config": transfer}))
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """The same as options of vLLM's own command line. What is None is vLLM's default and is left out."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        option = name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            words += [f"--{option}"] if value else [f"--no-{option}"]
+        elif isinstance(value, dict):
+            words += [f"--{option}", json.dumps(value)]
+        else:
+            words += [f"--{option}", str(value)]
+    return words

@@ -29,7 +29,7 @@ def own_profile(tmp_path: Path, **changes: Any) -> str:
     """The path of a profile whose model folder can be served."""
     folder = tmp_path / "model"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text('{"max_position_embeddings": 512}')
+    (folder / "config.json").write_text('{"max_position_embeddings": 512, "dtype": "bfloat16"}')
     (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors").write_text("")
     file = tmp_path / "own.yaml"
@@ -115,6 +115,9 @@ def test_a_model_that_is_not_made_yet_needs_room_in_the_cache(tmp_path: Path) ->
         ({"weights": {"path": "/absent"}}, "/absent is not a folder"),
         ({"block_size": 7}, "block_size"),
         ({"engine": "none"}, "engine"),
+        ({"decode": {"weight_format": "int4"}}, "decode.weight_format: int4, and the model in"),
+        ({"prefill": {"weight_format": "fp32"}}, "holds bf16; the nearest that works is native"),
+        ({"tool_parser": "hermes"}, "tool_parser: answers are not parsed yet"),
     ],
 )
 def test_what_is_wrong_with_a_profile_or_its_folder_is_told(

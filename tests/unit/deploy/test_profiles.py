@@ -38,7 +38,9 @@ def test_the_default_profile_ships_and_the_exact_one_is_float32(cache: Path) -> 
 
 
 def test_an_unknown_profile_is_refused_with_the_known_names(cache: Path) -> None:
-    with pytest.raises(ConfigError, match=f"'nope'.*exact, scripted, {PROFILE_DEFAULT}"):
+    with pytest.raises(
+        ConfigError, match=f"'nope'.*exact, glm-5.2, kimi-k2.6, qwen3-32b, scripted, {PROFILE_DEFAULT}"
+    ):
         find("nope", cache)
 
 

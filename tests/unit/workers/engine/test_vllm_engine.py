@@ -1,13 +1,15 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.api import HandoffOutcome, HandoffReport, IntegrityCause, PageFault
-from workers.api import FaultKind
+from tests.unit.workers.profile.test_vllm_args import a_profile
+from workers.api import FaultKind, Phase
 from workers.engine.base import EngineFault
-from workers.engine.vllm_engine import _raise_if_failed, local_hit
+from workers.engine.vllm_engine import _raise_if_failed, _refuse_unfit, capability_here, local_hit
 
 BLOCK = 16
 
@@ -41,3 +43,33 @@ def test_a_request_that_ended_for_a_wrong_page_says_which_and_why() -> None:
 
     assert raised.value.kind is FaultKind.PAGE_INTEGRITY
     assert raised.value.page_fault == fault
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("capability", "said"),
+    [
+        (None, "decode: there is no NVIDIA GPU here"),
+        ((8, 0), "decode.weight_format: weights in fp8 need a GPU of compute capability 8.9"),
+    ],
+)
+def test_an_engine_for_cuda_does_not_start_where_the_gpu_cannot_do_its_formats(
+    capability: tuple[int, int] | None, said: str
+) -> None:
+    profile = a_profile(decode={"gpu": "h200", "weight_format": "fp8"})
+
+    with pytest.raises(EngineFault, match=said) as raised:
+        _refuse_unfit(profile, Phase.DECODE, lambda: capability)
+
+    assert raised.value.kind is FaultKind.ENGINE_DEAD
+    _refuse_unfit(profile, Phase.PREFILL, lambda: (8, 0))
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(120)
+def test_of_a_machine_without_a_gpu_vllm_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+
+    assert capability_here() is None

@@ -7,9 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.api import WireFormat
+from workers.api import Phase
 from workers.profile.schema import ModelProfile, ProfileError, dump_profile, parse_profile
 
 MODELS = Path(__file__).parents[4] / "deploy" / "models"
+EMBEDDED: dict[str, Any] = {"weights": {"embedded": "smollm2-135m"}}
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "vocab_size": 1000,
+    "gqa": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16},
+}
+INDEXER = {"index_n_heads": 1, "index_head_dim": 128, "index_topk": 4}
+EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
 
 
 def raw(**changes: Any) -> dict[str, Any]:
@@ -38,6 +55,32 @@ def test_shipped_profiles_are_valid_and_cache_what_they_say(name: str, format_: 
     assert profile.prefill.format == profile.decode.format == WireFormat(format_)
 
 
+@pytest.mark.parametrize(
+    ("name", "prefill", "decode"),
+    [("kimi-k2.6", "int4", "int4"), ("glm-5.2", "fp8", "int4"), ("qwen3-32b", "bf16", "fp8")],
+)
+def test_shipped_profiles_for_gpus_prefill_in_bf16_and_decode_in_fp8(
+    name: str, prefill: str, decode: str
+) -> None:
+    path = MODELS / f"{name}.yaml"
+    profile = parse_profile(yaml.safe_load(path.read_text()), source=path.name)
+
+    assert (profile.prefill.format, profile.decode.format) == (WireFormat.BF16, WireFormat.FP8_E4M3)
+    assert (profile.prefill.weight_format, profile.decode.weight_format) == (prefill, decode)
+    assert parse_profile(dump_profile(profile), source="again") == profile
+    own = prefill != decode
+    assert (profile.weights_of(Phase.DECODE) != profile.weights_of(Phase.PREFILL)) is own, (
+        "one folder, one format"
+    )
+
+
+def test_a_cache_has_a_gibibyte_unless_a_fraction_of_a_gpu_is_asked_for() -> None:
+    profile = parse(decode={"gpu": "h200", "memory_fraction": 0.5}, prefill={"cache_gib": 3})
+
+    assert (profile.prefill.cache_size_gib, profile.decode.cache_size_gib) == (3, None)
+    assert parse().decode.cache_size_gib == 1
+
+
 def test_four_keys_describe_an_own_model() -> None:
     profile = parse()
 
@@ -55,7 +98,38 @@ def test_four_keys_describe_an_own_model() -> None:
         ({"decode": {"replicas": "2"}}, r"decode\.replicas:"),
         ({"decode": {"replicas": True}}, r"decode\.replicas:"),
         ({"prefill": {"dtype": "fp8"}}, r"prefill\.dtype:"),
-        ({"prefill": {"tensor_parallel": 2}}, r"prefill\.tensor_parallel:"),
+        ({"prefill": {"tensor_parallel": 0}}, r"prefill\.tensor_parallel:"),
+        (
+            {"prefill": {"tensor_parallel": 2}},
+            r"prefill: `memory_fraction` and `tensor_parallel` are of GPUs",
+        ),
+        (
+            {"decode": {"memory_fraction": 0.8}},
+            r"decode: `memory_fraction` and `tensor_parallel` are of GPUs",
+        ),
+        ({"decode": {"gpu": "h200", "memory_fraction": 1.1}}, r"decode\.memory_fraction:"),
+        (
+            {"decode": {"gpu": "h200", "memory_fraction": 0.8, "cache_gib": 3}},
+            r"decode: give one of `cache_gib`",
+        ),
+        ({"decode": {"gpu": "t4"}}, r"decode\.gpu:"),
+        ({"decode": {"weight_format": "int3"}}, r"decode\.weight_format:"),
+        ({"decode": {"weights": {}}}, r"decode\.weights: give exactly one"),
+        (
+            EMBEDDED | {"decode": {"weight_format": "int4"}},
+            r"decode\.weight_format: embedded weights are bf16",
+        ),
+        ({"geometry": SIZES | {"vocab_size": 0}}, r"geometry\.vocab_size:"),
+        ({"geometry": SIZES | {"gqa": None}}, r"geometry: give exactly one of `gqa` and `mla`"),
+        ({"geometry": SIZES | {"indexer": INDEXER}}, r"geometry: `indexer` goes with `mla`"),
+        (
+            {"geometry": SIZES | {"experts": EXPERTS | {"num_experts_per_tok": 9}}},
+            r"geometry: experts\.num_exp",
+        ),
+        (
+            {"geometry": SIZES | {"experts": EXPERTS | {"first_k_dense_replace": 9}}},
+            r"geometry: experts\.first",
+        ),
         ({"weights": {"embedded": "llama"}}, r"weights\.embedded:"),
         ({"weights": {}}, r"weights: give exactly one"),
         ({"weights": {"embedded": "smollm2-135m", "path": "/x"}}, r"weights: give exactly one"),
@@ -63,7 +137,7 @@ def test_four_keys_describe_an_own_model() -> None:
         ({"name": "a/b"}, r"name:"),
         ({"block_size": 24}, r"block_size:"),
         ({"aliases": ["own/model"]}, r"aliases:"),
-        ({"tool_parser": "hermes"}, r"tool_parser:"),
+        ({"tool_parser": "Not A Name"}, r"tool_parser:"),
         ({"engine": "sglang"}, r"engine:"),
         ({"decode": {"script": {}}}, r"decode\.script is for engine scripted"),
         ({"engine": "scripted", "decode": {"script": {"pages": 1}}}, r"decode\.script\.pages: 1 pages of 32"),

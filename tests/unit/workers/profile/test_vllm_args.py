@@ -125,3 +125,40 @@ def test_the_worker_is_one_of_vllms_that_checks_pages(device: Device) -> None:
 def test_pages_are_checked_unless_the_profile_says_otherwise() -> None:
     assert a_profile().integrity
     assert not a_profile(integrity=False).integrity
+
+
+def test_a_fraction_of_a_gpu_is_left_to_vllm_to_share_out() -> None:
+    args = arguments(Phase.DECODE, "cuda", decode={"gpu": "h200", "memory_fraction": 0.85})
+
+    assert args["gpu_memory_utilization"] == 0.85
+    assert "kv_cache_memory_bytes" not in args
+    assert "gpu_memory_utilization" not in arguments(Phase.PREFILL, "cuda")
+
+
+@pytest.mark.parametrize(("gpus", "executor"), [(1, "uni"), (8, "mp")])
+def test_an_engine_on_many_gpus_has_a_process_for_each(gpus: int, executor: str) -> None:
+    args = arguments(Phase.DECODE, "cuda", decode={"gpu": "h200", "tensor_parallel": gpus})
+
+    assert (args["tensor_parallel_size"], args["distributed_executor_backend"]) == (gpus, executor)
+
+
+def test_a_sparse_model_is_told_its_cache_by_the_names_that_its_kernels_know() -> None:
+    mla = {
+        "num_attention_heads": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 8,
+    }
+    sizes = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "mla": mla}
+    sparse = sizes | {"indexer": {"index_n_heads": 1, "index_head_dim": 128, "index_topk": 4}}
+    told = {
+        name: [
+            arguments(phase, "cuda", geometry=geometry, decode={"kv_format": "fp8_e4m3"})["kv_cache_dtype"]
+            for phase in Phase
+        ]
+        for name, geometry in (("dense", sizes), ("sparse", sparse))
+    }
+
+    assert told == {"dense": ["auto", "fp8_e4m3"], "sparse": ["bfloat16", "fp8"]}
