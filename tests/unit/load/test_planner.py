@@ -14,6 +14,7 @@ from load.gpus import GPUS
 from load.manifest import ROOT
 from load.planner import (
     MODELS,
+    RESERVE_GIB,
     Engine,
     PlanError,
     decode_bound,
@@ -64,6 +65,25 @@ def test_the_plan_reproduces_what_was_published_and_the_document_says_how_nearly
     assert (row["gpus"], row["gpu"], row["configured"]) == (8, "h200", True)
     assert row[column] == pytest.approx(figure, rel=WITHIN)
     assert f"| {said} |" in (ROOT / "docs/planning.md").read_text()
+
+
+@pytest.mark.parametrize(("gib", "reproduced"), [(113, False), (114, True), (116, True), (117, False)])
+def test_the_document_says_how_much_room_the_published_figures_leave_open(gib: int, reproduced: bool) -> None:
+    """For weights and pages of one GPU: what fraction and reserve leave together."""
+    assert "114 to 116" in (ROOT / "docs/planning.md").read_text()
+    fraction = (gib + RESERVE_GIB) / GPUS["h200"].memory_gib
+    near = []
+    for _, name, phase, kv_format, _, figure in (each for each in PUBLISHED if each[4] == "tokens"):
+        profile = read(name)[1]
+        changed = profile | {phase: profile[phase] | {"memory_fraction": fraction}}
+        found = next(
+            row
+            for row in rows_of(changed, context=8192)
+            if (row["phase"], row["kv_format"]) == (phase, kv_format)
+        )
+        near.append(found["tokens"] == pytest.approx(figure, rel=WITHIN))
+
+    assert all(near) is reproduced
 
 
 def test_the_readme_has_the_table_that_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
