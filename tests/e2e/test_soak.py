@@ -60,7 +60,7 @@ def test_a_soak_gives_no_wrong_answer_and_no_process_grows(
 
     found = report(load, watch, MINUTES, warm_min, bound)
     (RESULT if MINUTES >= 20 else tmp_path / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
-    growing = [row for row in found["processes"] if row["slope_mib_per_min"] > bound]
+    growing = [row for row in found["processes"] if row["growth_mib_per_min"] > bound]
     assert load.wrong == []
     assert min(load.counts.values()) > MINUTES
     assert growing == []

@@ -119,6 +119,35 @@ def test_a_page_given_to_two_requests_in_one_step_ends_both(bench: Bench, counte
     assert sorted(bench.pool.queue) == list(range(1, PAGES))
 
 
+def test_a_page_given_out_as_new_while_its_content_may_be_shared_ends_both(bench: Bench) -> None:
+    """References add up, and the page has a hash, so that it may have readers: but nobody asked for it by that."""
+    bench.pool.admit("a", A, 1)
+    bench.pool.publish("a", 0)
+    page = bench.page("a", 0)
+    bench.pool.references[page] += 1
+    bench.pool.tables["b"] = [[page]]
+    bench.ledger.serve("b", A)
+    bench.ledger.grow("b", [[page]])
+
+    assert bench.causes() == {"a": DOUBLE, "b": DOUBLE}
+
+
+def test_what_the_last_request_found_by_content_is_not_found_for_the_next(bench: Bench) -> None:
+    bench.pool.admit("a", A, 1)
+    bench.pool.publish("a", 0)
+    bench.pool.admit("hit", A, 1)
+    page = bench.page("a", 0)
+    assert bench.page("hit", 0) == page
+    assert bench.causes() == {}
+
+    bench.pool.references[page] += 1
+    bench.pool.tables["b"] = [[page]]
+    bench.ledger.serve("b", A)
+    bench.ledger.grow("b", [[page]])
+
+    assert bench.causes() == {"a": DOUBLE, "hit": DOUBLE, "b": DOUBLE}
+
+
 def test_a_page_allocated_while_it_is_owned_ends_its_owner(bench: Bench) -> None:
     bench.pool.admit("a", A, 1)
 
