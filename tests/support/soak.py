@@ -243,8 +243,9 @@ def report(load: Load, watch: Watch, minutes: float, warm_min: float, bound: flo
 
 def table(result: Mapping[str, Any]) -> str:
     """The table of the document, from the result."""
+    first = f"MiB kept, two minutes from {result['warm_up_minutes']:g}"
     lines = [
-        f"| process | MiB kept, first two minutes after {result['warm_up_minutes']:g} | last two | MiB a minute | all samples |",
+        f"| process | {first} | last two | MiB a minute | all samples |",
         "|---|---|---|---|---|",
     ]
     for row in result["processes"]:

@@ -120,7 +120,7 @@ def test_a_page_given_to_two_requests_in_one_step_ends_both(bench: Bench, counte
 
 
 def test_a_page_given_out_as_new_while_its_content_may_be_shared_ends_both(bench: Bench) -> None:
-    """References add up, and the page has a hash, so that it may have readers: but nobody asked for it by that."""
+    """References add up, and it has a hash, so that it may have readers: but nobody found it by that."""
     bench.pool.admit("a", A, 1)
     bench.pool.publish("a", 0)
     page = bench.page("a", 0)
