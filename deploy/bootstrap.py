@@ -24,7 +24,9 @@ PYTHON_VERSION = (3, 11)
 NEEDED_BYTES = 5 * 1024**3
 """The environment takes 3.8 GB, and pip unpacks wheels beside it."""
 NOTICE_EVERY_S = 20.0
-COMPILE = "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+COMPILE = (
+    "import compileall, sysconfig; compileall.compile_dir(sysconfig.get_path('purelib'), quiet=2, workers=0)"
+)
 """pip compiles one file after the other: 90 of its 220 seconds with 25,500 files. This takes every core. Some
 packages bring files that are no Python 3; pip says nothing of them either."""
 
@@ -205,7 +207,8 @@ def make_environment(root: Path, python: str, say: Callable[[str], None]) -> Non
     log.write_text("")
     if not (venv / "bin" / "python").exists() or probe_python(inside) != "3.11 complete":
         run_logged([python, "-m", "venv", "--clear", str(venv)], log, "making .venv", say)
-    pip = [inside, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--no-deps", "--no-compile"]
+    pip = [inside, "-m", "pip", "--disable-pip-version-check", "--no-input", "install", "--no-deps"]
+    pip += ["--no-compile"]
 
     torch = pinned(lock.read_text(), "torch")
     report = venv / "torch-report.json"
