@@ -5,6 +5,7 @@ reads the cluster's state: secrets are read inside the gateway's replica, from a
 """
 
 import gc
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,8 @@ from workers.pools.config import ReplicaConfig
 from workers.pools.decode import DecodeReplica
 from workers.pools.prefill import PrefillReplica
 from workers.pools.replica import QUEUE_FACTOR, real_parts
-from workers.profile.schema import ModelProfile, dump_profile
+from workers.profile.fingerprint import contract_of
+from workers.profile.schema import ModelProfile, dump_profile, parse_profile
 from workers.profile.vllm_args import KEEP_LOGGING, Device, engine_environment
 from workers.telemetry import Telemetry
 
@@ -123,13 +125,29 @@ class DecodeDeployment(DecodeReplica):
 
 class GatewayDeployment(GatewayReplica):
     async def __init__(  # type: ignore[misc]
-        self, config: GatewayConfig, secrets_file: str, watch: Watch, prefill: Any, decode: Any
+        self,
+        config: GatewayConfig,
+        secrets_file: str,
+        watch: Watch,
+        prefill: Any,
+        decode: Any,
+        *,
+        profile: Mapping[str, Any],
     ) -> None:
+        """`profile`: as `dump_profile` gives it."""
         self._tracing = watch.begin("gateway")
         bind_internal_server(config.host)
         secrets = read_gateway_secrets(Path(secrets_file))
         telemetry = GatewayTelemetry(self._tracing.tracer)
-        super().__init__(config, secrets, prefill, decode, membership=of_this_system(), telemetry=telemetry)
+        super().__init__(
+            config,
+            secrets,
+            prefill,
+            decode,
+            membership=of_this_system(),
+            contract=contract_of(parse_profile(profile, source="gateway"), Path(config.model.model_dir)),
+            telemetry=telemetry,
+        )
         await self.start()
         watch.ready()
         # Serve sends it nothing new then: refusing what is already on its way would help nobody.
@@ -192,7 +210,14 @@ def build(plan: Plan) -> Any:
         health_check_timeout_s=HEALTH_CHECK_TIMEOUT_S,
         max_constructor_retry_count=1,
     )(serve.ingress()(gateway_class))
-    return gateway.bind(gateway_config(plan), str(plan.gateway_secrets), _watch(plan), prefill, decode)
+    return gateway.bind(
+        gateway_config(plan),
+        str(plan.gateway_secrets),
+        _watch(plan),
+        prefill,
+        decode,
+        profile=dump_profile(plan.profile),
+    )
 
 
 def _gateway_queue(config: SystemConfig) -> int:

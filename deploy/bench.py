@@ -1,5 +1,6 @@
 """Deployments for `python -m load gateway-cost`, in place of the usual ones: see `testing.handle_arm`."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from deploy.app import DecodeDeployment, GatewayDeployment, Watch
@@ -14,7 +15,14 @@ class BothWaysDecode(HandleDecode, DecodeDeployment):
 
 class BothWaysGateway(GatewayDeployment):
     async def __init__(  # type: ignore[misc]
-        self, config: GatewayConfig, secrets_file: str, watch: Watch, prefill: Any, decode: Any
+        self,
+        config: GatewayConfig,
+        secrets_file: str,
+        watch: Watch,
+        prefill: Any,
+        decode: Any,
+        *,
+        profile: Mapping[str, Any],
     ) -> None:
-        await super().__init__(config, secrets_file, watch, prefill, decode)
+        await super().__init__(config, secrets_file, watch, prefill, decode, profile=profile)
         add_handle_model(self._gateway.app, prefill, decode)

@@ -10,7 +10,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from deploy import config as configuration
-from deploy import config_file, control, detach, integrity_view, ledger_view, model_store, preflight, profiles
+from deploy import (
+    config_file,
+    control,
+    detach,
+    integrity_view,
+    ledger_view,
+    model_store,
+    preflight,
+    profiles,
+    status_view,
+)
 from deploy.processes import end_marked
 from deploy.signals import StopSwitch
 from deploy.state import StateDir, StateError, clear_runtime, held, open_state, read_private, read_runtime
@@ -185,17 +195,7 @@ def status(options: Namespace) -> int:
     if options.integrity:
         say(integrity_view.text(answer["replicas"]))
         return 0
-    say(
-        f"{'REPLICA':<12}{'PHASE':<10}{'FORMAT':<8}{'PID':>8}{'FREE':>14}{'RUN':>6}{'WAIT':>6}{'MOVING':>8}{'BUS':>6}"
-    )
-    for row in answer["replicas"]:
-        pages = f"{row['free_pages']}/{row['total_pages']}"
-        say(
-            f"{row['id']:<12}{row['phase']:<10}{row['format']:<8}{row['pid']:>8}{pages:>14}"
-            f"{row['running']:>6}{row['waiting']:>6}{row['in_flight_transfers']:>8}{row['bus_queue']:>6}"
-        )
-    for row in answer["gateways"]:
-        say(f"gateway {row['id']}  pid {row['pid']}  in flight {row['in_flight']}")
+    say(status_view.text(answer))
     if not state.local.exists():
         say("not ready yet")
     return 0

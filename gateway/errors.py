@@ -156,6 +156,11 @@ class PageIntegrity(ApiError):
     text = "A cache page of the request was not its own; the request was stopped before it was used."
 
 
+class ContractMismatch(ApiError):
+    status, number, code = 500, 5011, "contract_mismatch"
+    text = "The engines do not serve the same model; the request was stopped before it was answered."
+
+
 class EngineLost(ApiError):
     status, number, code = 502, 7010, "engine_lost"
     text = "The inference engine went away while it worked on the request."
@@ -205,6 +210,7 @@ FAULT_TO_ERROR: Final[Mapping[FaultKind, type[ApiError]]] = {
     FaultKind.ENGINE_DEAD: EngineLost,
     FaultKind.CANCELLED: EngineLost,
     FaultKind.PAGE_INTEGRITY: PageIntegrity,
+    FaultKind.CONTRACT_MISMATCH: ContractMismatch,
     FaultKind.INTERNAL: EngineFailed,
 }
 

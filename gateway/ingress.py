@@ -21,7 +21,7 @@ from gateway.prompt.render import Renderer, VllmRenderer
 from gateway.services import Capacity, ServedModel, Services
 from gateway.telemetry import Telemetry
 from gateway.tenants.store import TenantStore, wall_clock
-from kv_transfer.api import Membership
+from kv_transfer.api import Contract, Membership
 from kv_transfer.testing.holds import holds_in
 
 
@@ -37,7 +37,9 @@ class Gateway:
         store: TenantStore,
         telemetry: Telemetry,
         membership: Membership,
+        contract: Contract,
     ) -> None:
+        """`contract`: of the model folder that `renderer` reads. Engines of another one get no requests."""
         self.id = secrets.token_hex(16)
         self._store = store
         self._summaries = Summaries()
@@ -45,12 +47,15 @@ class Gateway:
         self._fleet = Fleet(
             pool,
             gateway_id=self.id,
+            contract=contract,
             silence_s=config.silence_s,
             now=time.monotonic,
             count_lost=self._metrics.lost,
         )
         self._bus = BusReceiver(config.host, self._fleet.heard, membership)
         self._metrics.watch_bus(self._bus)
+        self._metrics.watch_drift(self._fleet.count_drifted)
+        self._fingerprint = contract.short
         self._capacity = Capacity(config.max_in_flight)
         self._drain = Drain()
         self._watch: asyncio.Task[None] | None = None
@@ -69,7 +74,14 @@ class Gateway:
             Services(
                 config=config,
                 keys=store,
-                models=(ServedModel(facts=config.model, renderer=renderer, engines=engines),),
+                models=(
+                    ServedModel(
+                        facts=config.model,
+                        renderer=renderer,
+                        engines=engines,
+                        system_fingerprint=self._fingerprint,
+                    ),
+                ),
                 capacity=self._capacity,
                 wall_clock=wall_clock,
                 drain=self._drain,
@@ -109,6 +121,16 @@ class Gateway:
             "in_flight": self._capacity.in_flight,
             "places": self._fleet.in_flight,
             "subscriptions": self._bus.subscribed,
+            "contract": self._fingerprint,
+            "drifted": [
+                {
+                    "id": info.replica_id,
+                    "phase": info.phase.value,
+                    "contract": info.contract.short,
+                    "why": why,
+                }
+                for info, why in self._fleet.drifted()
+            ],
         }
 
     def metrics(self) -> tuple[str, bytes]:
@@ -129,6 +151,7 @@ class GatewayReplica:
         decode: Any,
         *,
         membership: Membership,
+        contract: Contract,
         telemetry: Telemetry,
     ) -> None:
         """Takes seconds: imports vLLM for its renderer."""
@@ -139,6 +162,7 @@ class GatewayReplica:
             store=TenantStore.open(secrets.state_url, secrets.pepper),
             telemetry=telemetry,
             membership=membership,
+            contract=contract,
         )
         self._starting: asyncio.Task[None] | None = None
 

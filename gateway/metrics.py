@@ -4,8 +4,9 @@ Units are in the names. Labels come from enumerations: never a request, a tenant
 gateway it is, is added by whoever collects.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
+from functools import partial
 from typing import Final, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -154,6 +155,12 @@ class GatewayMetrics:
             ("reason",),
             registry=registry,
         )
+        self._drifted = Gauge(
+            "phasegate_drifted_replicas",
+            "Engine replicas that get no requests: they serve another model than the gateway, by phase.",
+            ("phase",),
+            registry=registry,
+        )
         self._zero()
 
     def _zero(self) -> None:
@@ -171,11 +178,17 @@ class GatewayMetrics:
         for why in Alone:
             self._decode_alone.labels(why.value)
         for phase in Phase:
+            self._drifted.labels(phase.value)
             for kind_of_fault in FaultKind:
                 self._faults.labels(phase.value, kind_of_fault.value)
 
     def watch_bus(self, counts: BusCounts) -> None:
         self._registry.register(_BusCollector(counts))
+
+    def watch_drift(self, count: Callable[[Phase], int]) -> None:
+        """`count`: replicas of this phase that have drifted, asked at each scrape."""
+        for phase in Phase:
+            self._drifted.labels(phase.value).set_function(partial(count, phase))
 
     def ended(self, outcome: Outcome, *, code: str | None, stage: Stage) -> None:
         """A request is over. `code`: what its client was told; `stage`: where it was."""

@@ -54,6 +54,8 @@ class ServedModel:
     facts: ModelFacts
     renderer: Renderer
     engines: driver.Services
+    system_fingerprint: str
+    """Short form of the contract of its engines, and of what its prompts are rendered with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from gateway.dispatch.pools import EnginePool
 from gateway.metrics import LostReplica
 from gateway.routing.snapshot import Candidate
+from kv_transfer.api import Contract
 from workers.api import FaultKind, Frame, Gauges, Phase, ReplicaInfo, WorkerFault
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ class Member:
     """A call ended as if the engine were dead."""
     leaving: bool = False
     """Serve lists it no more: it finishes what it has, and gets nothing new."""
+    drift: str = ""
+    """What it serves that is not what the gateway renders for. It gets nothing at all."""
     on_lost: dict[str, Callable[[], None]] = field(default_factory=dict)
     """By request id: the requests this gateway has in the replica."""
 
@@ -45,6 +48,7 @@ class Fleet:
         pool: EnginePool,
         *,
         gateway_id: str,
+        contract: Contract,
         silence_s: float,
         now: Callable[[], float],
         count_lost: Callable[[LostReplica], None] = lambda _: None,
@@ -52,6 +56,7 @@ class Fleet:
     ) -> None:
         self._pool = pool
         self._gateway_id = gateway_id
+        self._contract = contract
         self._silence_s = silence_s
         self._now = now
         self._count_lost = count_lost
@@ -75,12 +80,20 @@ class Fleet:
                 ),
             )
             for replica_id, member in self._members.items()
-            if member.info.phase is phase and not (member.silent or member.suspected or member.leaving)
+            if member.info.phase is phase
+            and not (member.drift or member.silent or member.suspected or member.leaving)
         )
 
     def engines(self) -> tuple[tuple[ReplicaInfo, Gauges | None], ...]:
         """Attached replicas that are heard, each with what it said last; None: nothing yet."""
         return tuple((member.info, member.gauges) for member in self._members.values() if not member.silent)
+
+    def drifted(self) -> tuple[tuple[ReplicaInfo, str], ...]:
+        """Attached replicas that serve something else than this gateway, each with what differs."""
+        return tuple((member.info, member.drift) for member in self._members.values() if member.drift)
+
+    def count_drifted(self, phase: Phase) -> int:
+        return sum(info.phase is phase for info, _ in self.drifted())
 
     def info(self, replica_id: str) -> ReplicaInfo:
         return self._members[replica_id].info
@@ -161,14 +174,28 @@ class Fleet:
                     await self._sleep(REATTACH_S if again else TICK_S)
                     return
                 if again:  # it counts as silent until a frame of it is here
+                    self._judge_again(replica_id, info)
                     log.info("engine.attached_again replica=%s", replica_id)
                     await self._sleep(REATTACH_S)
                     return
-                member = Member(info=info, heard_at=self._now())
+                member = Member(info=info, heard_at=self._now(), drift=self._drift_of(info))
                 self._members[replica_id] = self._by_engine[info.engine_id] = member
                 log.info("engine.attached replica=%s phase=%s", replica_id, info.phase)
         finally:
             self._attaching.pop(replica_id, None)
+
+    def _judge_again(self, replica_id: str, info: ReplicaInfo) -> None:
+        if (member := self._members.get(replica_id)) is not None:
+            member.info, member.drift = info, self._drift_of(info)
+            self._by_engine[info.engine_id] = member
+
+    def _drift_of(self, info: ReplicaInfo) -> str:
+        """What differs; logged, since it needs a person."""
+        replica = f"{info.phase} replica {info.replica_id}"
+        drift = self._contract.disagreement(info.contract, ours="the gateway", theirs=replica)
+        if drift:
+            log.error("engine.drifted replica=%s phase=%s: %s", info.replica_id, info.phase, drift)
+        return drift
 
     def _find_silent(self, *, late_s: float) -> None:
         if late_s > 1.0:

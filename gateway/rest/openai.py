@@ -26,6 +26,7 @@ async def chat_completions(request: Request) -> Response:
     dialect = Chat(
         answer_id=f"chatcmpl-{request_id_of(request.scope)}",
         model=served.facts.id,
+        system_fingerprint=served.system_fingerprint,
         created=int(services.wall_clock()),
         include_usage=ask.include_usage,
     )
@@ -41,9 +42,12 @@ async def chat_completions(request: Request) -> Response:
 
 
 class Chat:
-    def __init__(self, *, answer_id: str, model: str, created: int, include_usage: bool) -> None:
+    def __init__(
+        self, *, answer_id: str, model: str, system_fingerprint: str, created: int, include_usage: bool
+    ) -> None:
         self._answer_id = answer_id
         self._model = model
+        self._fingerprint = system_fingerprint
         self._created = created
         self._include_usage = include_usage
         self._pieces = sse.TextFrames(lambda text: self._chunk_data({"content": text}, None))
@@ -79,4 +83,10 @@ class Chat:
         return self._head("chat.completion.chunk") | {"choices": [choice]}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._answer_id, "object": kind, "created": self._created, "model": self._model}
+        return {
+            "id": self._answer_id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+        }

@@ -1,5 +1,6 @@
 """What other packages may import from kv_transfer. Standard library and msgspec; pyzmq where used."""
 
+from kv_transfer.api.contract import Contract
 from kv_transfer.api.errors import TransferCause, TransferError
 from kv_transfer.api.faults import FaultConfig
 from kv_transfer.api.gauges import EngineGauges
@@ -24,6 +25,7 @@ __all__ = [
     "LEDGER_CHECKS",
     "NOTHING_CHECKED",
     "TABLE_CHECKS",
+    "Contract",
     "Coverage",
     "EngineGauges",
     "FaultConfig",

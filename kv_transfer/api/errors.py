@@ -8,6 +8,7 @@ class TransferCause(StrEnum):
 
     UNKNOWN_TRANSFER = "unknown_transfer"  # never announced on the prefill side, or already over
     FOREIGN_PEER = "foreign_peer"  # announced for another decode engine
+    CONTRACT_MISMATCH = "contract_mismatch"  # the two engines serve different models: see `Contract`
     LAYOUT_MISMATCH = "layout_mismatch"
     CHECKSUM = "checksum"
     STALE_TRANSFER = "stale_transfer"  # the ticket is of an engine that was restarted, or pages changed hands

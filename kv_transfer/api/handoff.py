@@ -72,6 +72,8 @@ class HandoffReport:
     """When the offer was posted: monotonic seconds of this host's clock, the same in all its processes."""
     cause: TransferCause | None = None
     """Set when the outcome is RECOMPUTED."""
+    detail: str = ""
+    """What the sender said about the cause, for operators."""
 
     def to_params(self) -> dict[str, Any]:
         return {PARAMS_KEY: msgspec.to_builtins(self)}

@@ -51,6 +51,13 @@ class Layout:
     interior: str
     """Order of elements inside one (page, head), e.g. `cpu/vec`: it differs between kernels."""
 
+    def __str__(self) -> str:
+        """For messages that say what is on each side."""
+        return (
+            f"{self.format}, {self.layers} layers, {self.heads} heads, {self.block_size} slots, "
+            f"{self.content} elements, {self.interior}"
+        )
+
     @property
     def page_bytes(self) -> int:
         """Bytes of one page over all layers."""

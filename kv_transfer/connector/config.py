@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from kv_transfer.api.contract import Contract
 from kv_transfer.api.faults import FaultConfig
 from kv_transfer.api.membership import Membership
 
@@ -20,6 +21,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """ZeroMQ ipc endpoint on which this engine answers for its gauges."""
     membership_file: str
     """Private file with the system's membership key: a path, since engines print their configuration."""
+    contract: Contract = Contract()
+    """Of what this engine serves: pages go to and come from engines of the same one only."""
     log_file: str = ""
     """Where the engine's process writes the lines of this package; empty: to its standard error."""
     link_timeout_s: float = 30.0

@@ -83,7 +83,9 @@ class Courier:
         """What ended the thread, if it was not `close`. The engine must not go on without it."""
         self.sender = Sender(
             engine_id=config.engine_id,
+            contract=config.contract,
             layout=layout,
+            scales=scales,
             wire=self,
             later=self.later,
             park_s=PARK_S,
@@ -93,6 +95,7 @@ class Courier:
         self.receiver = Receiver(
             engine_id=config.engine_id,
             rank=rank,
+            contract=config.contract,
             layout=layout,
             scales=scales,
             device=device,

@@ -122,6 +122,7 @@ class WorkerNews(KVConnectorWorkerMetadata):
                 seconds=max(ours.seconds, theirs.seconds),
                 started_at=ours.started_at,
                 cause=worst.cause,
+                detail=worst.detail,
             )
         return WorkerNews(
             merged,

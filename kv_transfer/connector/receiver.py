@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kv_transfer.api.contract import Contract
 from kv_transfer.api.errors import TransferCause, TransferError
 from kv_transfer.api.handoff import Ticket
 from kv_transfer.api.page import Layout, Scales
@@ -44,6 +45,7 @@ class Outcome:
     groups: tuple[PageGroup, ...]
     started_at: float
     cause: TransferCause | None
+    detail: str = ""
 
 
 @dataclass
@@ -57,6 +59,8 @@ class _Receive:
     announced_pages: int = 0
     arrived_pages: int = 0
     cause: TransferCause = TransferCause.PROTOCOL
+    detail: str = ""
+    """What the sender said about it."""
 
 
 @dataclass
@@ -71,6 +75,7 @@ class Receiver:
         *,
         engine_id: str,
         rank: int,
+        contract: Contract,
         layout: Layout,
         scales: Scales = (),
         device: torch.device,
@@ -82,7 +87,7 @@ class Receiver:
     ) -> None:
         """`staging_bytes`: most bytes of pages that are under way or wait to be copied in."""
         self._engine_id, self._rank, self._layout, self._device = engine_id, rank, layout, device
-        self._scales = scales
+        self._scales, self._contract = scales, contract
         self._wire, self._later, self._drain_s, self._now = wire, later, drain_s, now
         self._staging_pages = max(1, staging_bytes // layout.page_bytes)
         self._receives: dict[str, _Receive] = {}
@@ -143,7 +148,7 @@ class Receiver:
                     "transfer refused",
                     extra={"transfer": message.transfer_id, "cause": message.cause, "detail": message.detail},
                 )
-                self._fail(message.transfer_id, Event.REFUSED, message.cause)
+                self._fail(message.transfer_id, Event.REFUSED, message.cause, message.detail)
                 if message.cause is TransferCause.LINK_DOWN:
                     # Lost at the other end only: the next transfer needs a new one.
                     self._forget_lane(address, message.cause)
@@ -189,6 +194,7 @@ class Receiver:
                 transfer_id=order.ticket.transfer_id,
                 engine_id=self._engine_id,
                 to_engine=order.ticket.peer_engine,
+                contract=self._contract,
                 layout=self._layout,
                 scales=self._scales,
                 first_page=order.first_page,
@@ -280,11 +286,11 @@ class Receiver:
             if receive.lane_address == address:
                 self._fail(transfer_id, Event.LINK_DOWN, cause)
 
-    def _fail(self, transfer_id: str, event: Event, cause: TransferCause) -> None:
+    def _fail(self, transfer_id: str, event: Event, cause: TransferCause, detail: str = "") -> None:
         receive = self._receives.get(transfer_id)
         if receive is not None:
             if receive.state in (State.QUEUED, State.OFFERED, State.RECEIVING, State.ARRIVED):
-                receive.cause = cause
+                receive.cause, receive.detail = cause, detail
             self._on(transfer_id, event)
 
     def _on(self, transfer_id: str, event: Event) -> None:
@@ -311,7 +317,7 @@ class Receiver:
             case Do.HAND_TO_ENGINE:
                 self._end(Outcome(receive.order, tuple(receive.groups), receive.started_at, None))
             case Do.REPORT_FAILED:
-                self._end(Outcome(receive.order, (), receive.started_at, receive.cause))
+                self._end(Outcome(receive.order, (), receive.started_at, receive.cause, receive.detail))
             case Do.START_DRAIN_TIMER:
                 receive.due = self._now() + self._drain_s
             case Do.CLOSE_LINK:

@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from kv_transfer.api.contract import Contract
 from kv_transfer.api.errors import TransferCause, TransferError
 from kv_transfer.api.handoff import Ticket
 from kv_transfer.api.log_fields import traced
@@ -49,7 +50,9 @@ class Sender:
         self,
         *,
         engine_id: str,
+        contract: Contract,
         layout: Layout,
+        scales: Scales = (),
         wire: SenderWire,
         later: Later,
         park_s: float,
@@ -57,7 +60,7 @@ class Sender:
         now: Callable[[], float],
     ) -> None:
         """`park_s`: longest that an offer waits for its announcement."""
-        self._engine_id = engine_id
+        self._engine_id, self._contract, self._scales = engine_id, contract, scales
         self._layout, self._wire, self._later, self._now = layout, wire, later, now
         self._park_s, self._staging_bytes = park_s, staging_bytes
         self._sends: dict[str, Send] = {}
@@ -222,7 +225,10 @@ class Sender:
         if offer.engine_id != send.peer_engine:
             send.cause, send.detail = TransferCause.FOREIGN_PEER, ""
             self._on(send.transfer_id, Event.MISFIT)
-        elif difference := misfit(self._layout, offer.layout, offer.scales):
+        elif apart := self._contract.disagreement(offer.contract, ours="prefill", theirs="decode"):
+            send.cause, send.detail = TransferCause.CONTRACT_MISMATCH, apart
+            self._on(send.transfer_id, Event.MISFIT)
+        elif difference := misfit(self._layout, offer.layout, offer.scales, self._scales):
             send.cause, send.detail = TransferCause.LAYOUT_MISMATCH, difference
             self._on(send.transfer_id, Event.MISFIT)
         elif offer.link.link_id in self._lost_links:

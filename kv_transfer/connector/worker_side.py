@@ -338,6 +338,7 @@ class WorkerSide:
                     extra={
                         "request_id": order.request_id,
                         "cause": cause,
+                        "detail": outcome.detail,
                         **traced(order.ticket.traceparent),
                     },
                 )
@@ -348,4 +349,5 @@ class WorkerSide:
             seconds=self._now() - outcome.started_at,
             started_at=outcome.started_at,
             cause=cause,
+            detail=outcome.detail,
         )

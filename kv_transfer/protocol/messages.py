@@ -21,15 +21,17 @@ from typing import Final, Literal
 
 import msgspec
 
+from kv_transfer.api.contract import Contract
 from kv_transfer.api.errors import TransferCause
 from kv_transfer.api.page import Layout, Scales
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Raised with any change to these messages or to the order of bytes on the link.
 
 1 (2026-11-30): first form.
 2 (2026-11-30): an offer names the engine that it is meant for.
 3 (2026-11-30): an offer's layout is what the pages are to be made into, with these scales.
+4 (2026-11-30): an offer tells the contract of its engine.
 """
 
 
@@ -50,6 +52,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True, tag="offer"):
     engine_id: str
     to_engine: str
     """Of the start of the sender's engine that the ticket was made for: a later one has other pages."""
+    contract: Contract = Contract()
+    """Of my engine."""
     layout: Layout
     """Of my cache: what the pages are to be made into."""
     scales: Scales = ()

@@ -22,7 +22,7 @@ class State(Enum):
 class Event(Enum):
     ANNOUNCE = auto()
     OFFER = auto()
-    MISFIT = auto()  # the offer is not from the announced peer, or the layouts differ
+    MISFIT = auto()  # the offer is not from the announced peer, or contracts or layouts differ
     LAST_SENT = auto()
     DONE = auto()
     ABORT = auto()  # the receiver does not want the pages

@@ -77,7 +77,7 @@ EVERY = every_metric()
 
 @pytest.mark.parametrize("metric", EVERY, ids=lambda m: m.name)
 def test_names_have_the_systems_prefix_and_a_unit(metric: Told) -> None:
-    units = r"(seconds|bytes|bytes_total|total|pages|pages_free|requests|in_flight|queued)"
+    units = r"(seconds|bytes|bytes_total|total|pages|pages_free|requests|replicas|in_flight|queued)"
 
     assert re.fullmatch(rf"phasegate_[a-z_]+_{units}", metric.name)
     assert metric.name.endswith("_total") == (metric.kind == "counter")

@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 import yaml
 
+from kv_transfer.api import Contract
 from tests.support.engines import ScriptedEngine as EngineDouble
 from tests.support.members import MEMBERSHIP
 from tests.support.replicas import a_decode
@@ -40,6 +41,7 @@ async def vllm(model_dir: Path) -> AsyncIterator[VllmEngine]:
         engine_id=secrets.token_hex(16),
         host="127.0.0.1",
         device="cpu",
+        contract=Contract(),
         membership=MEMBERSHIP,
         faults={},
     )

@@ -75,7 +75,11 @@ def test_status_names_both_phases_and_the_gateway(stack: Stack) -> None:
 
     assert {row["phase"] for row in status["replicas"]} == {"prefill", "decode"}
     assert all(row["format"] == "fp32" and psutil.pid_exists(row["pid"]) for row in status["replicas"])
-    assert [set(row) for row in status["gateways"]] == [{"id", "pid", "in_flight", "places", "subscriptions"}]
+    assert [set(row) for row in status["gateways"]] == [
+        {"id", "pid", "in_flight", "places", "subscriptions", "contract", "drifted"}
+    ]
+    assert status["gateways"][0]["drifted"] == []
+    assert {row["contract"] for row in status["replicas"]} == {status["gateways"][0]["contract"]}
     assert [row["id"] for row in status["replicas"]] == sorted(row["id"] for row in status["replicas"])
 
 

@@ -15,6 +15,7 @@ from tests.conftest import ANSWER_TOKENS
 from tests.support.members import MEMBERSHIP
 from workers.api import DecodeRequest, Phase, PrefillRequest, Sampling
 from workers.engine.vllm_engine import VllmEngine
+from workers.profile.fingerprint import contract_of
 from workers.profile.schema import parse_profile
 
 ROOT: Final = Path(__file__).parents[2]
@@ -107,20 +108,28 @@ class EnginePair:
 
 
 @asynccontextmanager
-async def engine_pair(model_dir: Path, **decode: Any) -> AsyncIterator[EnginePair]:
-    """Of profile `exact`, with these changes to its decode phase."""
+async def engine_pair(
+    model_dir: Path, *, decode_dir: Path | None = None, **decode: Any
+) -> AsyncIterator[EnginePair]:
+    """Of profile `exact`, with these changes to its decode phase.
+
+    Args:
+        decode_dir: what decode loads, where that is another folder.
+    """
     raw = yaml.safe_load((ROOT / "deploy/models/exact.yaml").read_text())
     raw["decode"] |= decode
     profile = parse_profile(raw, source="exact.yaml")
+    folders = {Phase.PREFILL: model_dir, Phase.DECODE: decode_dir or model_dir}
     ids = {phase: secrets.token_hex(16) for phase in Phase}
     engines = {
         phase: VllmEngine(
             profile,
             phase,
-            model_dir=str(model_dir),
+            model_dir=str(folders[phase]),
             engine_id=ids[phase],
             host="127.0.0.1",
             device="cpu",
+            contract=contract_of(profile, folders[phase]),
             membership=MEMBERSHIP,
             faults={"foreign_pages": True, "only_transfers": WRONG} if phase is Phase.PREFILL else {},
         )

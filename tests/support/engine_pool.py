@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import zmq
 import zmq.asyncio
 
-from kv_transfer.api import NOTHING_CHECKED, Coverage, HandoffOutcome, HandoffReport
+from kv_transfer.api import NOTHING_CHECKED, Contract, Coverage, HandoffOutcome, HandoffReport
 from tests.support.members import MEMBERSHIP
 from tests.support.renderer import END, tokens_of
 from workers.api import (
@@ -30,6 +30,8 @@ from workers.api import (
 )
 from workers.api.bus import encode
 
+CONTRACT = Contract(source={"revision": "one"})
+"""Of every replica, unless `contracts` says otherwise."""
 HANDOFF = HandoffReport(outcome=HandoffOutcome.SHIPPED, pages=2, wire_bytes=64, seconds=0.1)
 
 
@@ -74,6 +76,7 @@ class FakePool:
         self.started = {"p1": 1000, "d1": 2000}
         self.devices: dict[str, str] = {}
         self.coverage: dict[str, Coverage] = {}
+        self.contracts: dict[str, Contract] = {}
         self.prefills: list[PrefillRequest] = []
         self.decodes: list[DecodeRequest] = []
         self.cancelled: Counter[str] = Counter()
@@ -112,6 +115,7 @@ class FakePool:
             device=self.devices.get(replica_id, "cpu"),
             started_at=self.started.get(replica_id, 1000),
             coverage=self.coverage.get(replica_id, NOTHING_CHECKED),
+            contract=self.contracts.get(replica_id, CONTRACT),
         )
 
     async def status(self, phase: Phase, replica_id: str) -> ReplicaStatus | WorkerFault:

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,8 @@ from gateway.errors import StateUnavailable
 from gateway.services import Capacity, ServedModel, Services
 from gateway.telemetry import Telemetry
 from gateway.tenants.model import Account, KeyRecord, Tenant
-from tests.support.engine_pool import FakePool, Script
+from kv_transfer.api import Contract
+from tests.support.engine_pool import CONTRACT, FakePool, Script
 from tests.support.members import MEMBERSHIP
 from tests.support.renderer import ByteRenderer
 from workers.api import Phase
@@ -97,11 +98,15 @@ async def running_gateway(
     proxy_labels: bool = False,
     telemetry: Telemetry | None = None,
     patience_s: float = 5.0,
+    contract: Contract = CONTRACT,
+    contracts: Mapping[str, Contract] | None = None,
 ) -> AsyncIterator[TestGateway]:
     """Afterwards nothing may be left over: no call, no subscription, no slot."""
     telemetry = telemetry if telemetry is not None else Telemetry()
     pool, clock, drain = FakePool(script), ManualClock(), Drain()
-    fleet = Fleet(pool, gateway_id="g1", silence_s=10.0, now=clock.now, sleep=_never)
+    pool.contracts.update(contracts or {})
+    fleet = Fleet(pool, gateway_id="g1", contract=contract, silence_s=10.0, now=clock.now, sleep=_never)
+    telemetry.metrics.watch_drift(fleet.count_drifted)
     bus = BusReceiver("127.0.0.1", fleet.heard, MEMBERSHIP)
     bus.start()
     engines = driver.Services(
@@ -121,7 +126,12 @@ async def running_gateway(
         id=MODEL, aliases=("small",), model_dir="", context_length=context_length, block_size=16
     )
     models = tuple(
-        ServedModel(facts=each, renderer=ByteRenderer(context_length), engines=engines)
+        ServedModel(
+            facts=each,
+            renderer=ByteRenderer(context_length),
+            engines=engines,
+            system_fingerprint=contract.short,
+        )
         for each in (facts, replace(facts, id=OTHER_MODEL, aliases=()))
     )
     keys, capacity = FixedKeys(), Capacity(max_in_flight)
@@ -146,7 +156,7 @@ async def running_gateway(
         fleet.refresh(bus.address)
         for _ in range(5):  # the attach tasks need a few passes of the loop
             await asyncio.sleep(0)
-        assert fleet.ready()
+        assert len(fleet.engines()) == len(Phase)
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://gateway") as client:
             yield TestGateway(app, pool, keys, bus, fleet, engines.summaries, capacity, drain, client)

@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from kv_transfer.api import Contract
 from tests.support.engines import ScriptedEngine
 from workers.api import DecodeRequest, Frame, Item, PrefillRequest, Sampling
 from workers.api.bus import decode
@@ -128,12 +129,14 @@ class Bench:
         default_factory=lambda: ReplicaConfig(profile=PROFILE, model_dir="/models/tiny")
     )
     telemetry: Telemetry = field(default_factory=Telemetry)
+    contract: Contract = field(default_factory=Contract)
 
     def parts(self, engine_id: str) -> Parts:
         return Parts(
             engine=self.engine,
             engine_id=engine_id,
             replica_id=f"replica-{engine_id}",
+            contract=self.contract,
             registry=self.registry,
             open_sink=self.board.open,
             now=self.clock.now,

@@ -7,6 +7,7 @@ from zlib import crc32
 
 import torch
 
+from kv_transfer.api.contract import Contract
 from kv_transfer.api.errors import TransferCause, TransferError
 from kv_transfer.api.handoff import Role, Ticket
 from kv_transfer.api.page import Layout, WireFormat
@@ -19,6 +20,7 @@ from kv_transfer.transport.lane import Fence, RecvJob, SendJob, checksum
 CPU = torch.device("cpu")
 LAYOUT = Layout(layers=2, heads=1, block_size=4, content=8, format=WireFormat.FP32, interior="cpu/test")
 ADDRESS = "tcp://prefill"
+NO_CONTRACT = Contract()
 
 
 @dataclass
@@ -73,7 +75,13 @@ class World:
     """One prefill worker, one decode worker. `settle` delivers everything that is under way."""
 
     def __init__(
-        self, *, sender_layout: Layout = LAYOUT, drain_s: float = 10.0, staging_pages: int = 1000
+        self,
+        *,
+        sender_layout: Layout = LAYOUT,
+        sender_contract: Contract = NO_CONTRACT,
+        receiver_contract: Contract = NO_CONTRACT,
+        drain_s: float = 10.0,
+        staging_pages: int = 1000,
     ) -> None:
         self.now = 0.0
         self.work: deque[Callable[[], None]] = deque()
@@ -86,6 +94,7 @@ class World:
         self.tamper: Callable[[torch.Tensor], None] | None = None
         self.sender = Sender(
             engine_id="prefill",
+            contract=sender_contract,
             layout=sender_layout,
             wire=self,
             later=self.work.append,
@@ -96,6 +105,7 @@ class World:
         self.receiver = Receiver(
             engine_id="decode",
             rank=0,
+            contract=receiver_contract,
             layout=LAYOUT,
             device=CPU,
             wire=self,

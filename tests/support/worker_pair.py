@@ -4,9 +4,11 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kv_transfer.api.contract import Contract
 from kv_transfer.api.handoff import HandoffReport, Role, Ticket
 from kv_transfer.api.integrity import IntegrityCause, PageFault
 from kv_transfer.api.page import Scales
@@ -19,6 +21,7 @@ from tests.support.members import membership_file
 BLOCK = 4
 PROMPT = 10
 """Two whole pages and a half."""
+NO_CONTRACT = Contract()
 NO_CACHE = KVCacheConfig(num_blocks=0, kv_cache_tensors=[], kv_cache_groups=[])
 
 
@@ -63,6 +66,7 @@ def worker(
     dtype: torch.dtype = torch.float32,
     cache_dtype: str = "auto",
     scales: Scales = (),
+    contract: Contract = NO_CONTRACT,
 ) -> Worker:
     config = ConnectorConfig.parse(
         {
@@ -73,6 +77,7 @@ def worker(
             "membership_file": membership_file(folder),
             "link_timeout_s": 5.0,
             "integrity": integrity,
+            "contract": msgspec.to_builtins(contract),
             "faults": {} if page_faults is None else {"page_faults": str(page_faults)},
         }
     )

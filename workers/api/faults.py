@@ -15,6 +15,7 @@ class FaultKind(StrEnum):
     ENGINE_DEAD = "engine_dead"
     CANCELLED = "cancelled"  # the call was cut off, by a shutdown or by Serve; the engine may be well
     PAGE_INTEGRITY = "page_integrity"  # a cache page was not the request's own, and was not used
+    CONTRACT_MISMATCH = "contract_mismatch"  # prefill and decode serve different models: see `Contract`
     INTERNAL = "internal"
 
 

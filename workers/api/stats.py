@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kv_transfer.api import Coverage, HandoffReport
+from kv_transfer.api import Contract, Coverage, HandoffReport
 
 
 class Phase(StrEnum):
@@ -57,6 +57,8 @@ class ReplicaInfo:
     """When the engine was ready: Unix seconds."""
     coverage: Coverage
     """What of its pages is checked."""
+    contract: Contract
+    """Of what its engine has loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,8 @@ class ReplicaStatus:
     """Items handed to the bus and not yet accepted by its sockets."""
     inside: int
     """Calls that the replica has taken in and not answered; the engine need not know of all of them."""
+    contract: str
+    """The short form of its contract."""
     integrity: ReplicaIntegrity
 
 

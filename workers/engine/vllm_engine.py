@@ -10,7 +10,10 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from kv_transfer.api import (
+    Contract,
     EngineGauges,
     HandoffOutcome,
     HandoffReport,
@@ -50,6 +53,7 @@ class VllmEngine:
         engine_id: str,
         host: str,
         device: Device,
+        contract: Contract,
         membership: Membership,
         faults: Mapping[str, Any],
         log_file: str = "",
@@ -59,6 +63,7 @@ class VllmEngine:
             model_dir: folder with safetensors and tokenizer.
             engine_id: 128 random bits in hex, fresh for every start.
             host: the address that the engine binds.
+            contract: of `model_dir`.
             membership: lets the engine and its peers speak.
             faults: the connector's faults on purpose; empty outside tests.
             log_file: where the engine's process writes its part of the log; empty: to its standard error.
@@ -75,6 +80,7 @@ class VllmEngine:
             "backend": _BACKEND[device],
             "gauges_endpoint": endpoint,
             "membership_file": str(keys),
+            "contract": msgspec.to_builtins(contract),
             "integrity": profile.integrity,
             "faults": dict(faults),
             "log_file": log_file,

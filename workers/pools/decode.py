@@ -4,7 +4,7 @@ import asyncio
 from contextlib import aclosing
 from typing import Final
 
-from kv_transfer.api import Role, Ticket
+from kv_transfer.api import Role, StartReport, Ticket, TransferCause
 from workers.api import (
     DecodeRequest,
     DecodeResult,
@@ -105,6 +105,7 @@ class DecodeReplica(Replica):
                     first_at = self._parts.now()
                     work.event("first_token")
                     work.begun(delta.start)
+                    _refuse_foreign(delta.start)
                 item = Item(
                     request_id=request.request_id,
                     attempt=request.attempt,
@@ -136,3 +137,14 @@ class DecodeReplica(Replica):
             deadline_s=min(request.deadline_s, TRANSFER_DEADLINE_S),
             traceparent=traceparent,
         )
+
+
+def _refuse_foreign(start: StartReport | None) -> None:
+    """Who of the two serves another model than the gateway's is not known here: nobody's answer is given.
+
+    Raises:
+        EngineFault: prefill refused its pages because the contracts differ.
+    """
+    handoff = None if start is None else start.handoff
+    if handoff is not None and handoff.cause is TransferCause.CONTRACT_MISMATCH:
+        raise EngineFault(FaultKind.CONTRACT_MISMATCH, handoff.detail)

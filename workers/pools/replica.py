@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from msgspec import structs
 
-from kv_transfer.api import EngineGauges, LedgerSnapshot, Membership
+from kv_transfer.api import Contract, EngineGauges, LedgerSnapshot, Membership
 from kv_transfer.testing.holds import Holds, NoHolds, holds_in
 from workers.api import (
     FaultKind,
@@ -33,6 +33,7 @@ from workers.pools.config import ReplicaConfig
 from workers.pools.lifecycle import Intake, Refusal, Stage
 from workers.pools.places import Places
 from workers.pools.registry import PeerRegistry, RayRegistry
+from workers.profile.fingerprint import contract_of
 from workers.telemetry import Telemetry, Work
 
 HEARTBEAT_S: Final = 0.5
@@ -60,6 +61,8 @@ class Parts:
     engine: Engine
     engine_id: str
     replica_id: str
+    contract: Contract
+    """Of the folder that the engine loads."""
     registry: PeerRegistry
     open_sink: OpenSink
     now: Callable[[], float] = time.monotonic
@@ -73,12 +76,19 @@ class Parts:
 def real_parts(
     config: ReplicaConfig, phase: Phase, replica_id: str, telemetry: Telemetry, membership: Membership
 ) -> Parts:
-    """The profile's engine, ZeroMQ and Ray's key-value store."""
+    """The profile's engine, ZeroMQ and Ray's key-value store.
+
+    Raises:
+        ModelFolderError: the model folder says nothing of its model, or nothing that can be read.
+    """
     engine_id = secrets.token_hex(16)
+    contract = contract_of(config.model_profile(), Path(config.model_dir))
+    log.info("%s replica %s: contract %s", phase, replica_id, contract.short)
     return Parts(
-        engine=_engine(config, phase, engine_id, membership, replica_id),
+        engine=_engine(config, phase, engine_id, membership, replica_id, contract=contract),
         engine_id=engine_id,
         replica_id=replica_id,
+        contract=contract,
         registry=RayRegistry(),
         open_sink=partial(ZmqSink, membership=membership),
         holds=holds_in(config.holds()),
@@ -87,7 +97,13 @@ def real_parts(
 
 
 def _engine(
-    config: ReplicaConfig, phase: Phase, engine_id: str, membership: Membership, replica_id: str
+    config: ReplicaConfig,
+    phase: Phase,
+    engine_id: str,
+    membership: Membership,
+    replica_id: str,
+    *,
+    contract: Contract,
 ) -> Engine:
     profile = config.model_profile()
     if profile.engine == "scripted":
@@ -103,6 +119,7 @@ def _engine(
         engine_id=engine_id,
         host=config.host,
         device=config.device,
+        contract=contract,
         membership=membership,
         faults=config.connector_faults(),
         log_file=str(Path(config.logs) / f"engine-{phase}-{replica_id}.log") if config.logs else "",
@@ -198,6 +215,7 @@ class Replica:
             device=self._device,
             started_at=self._started_at,
             coverage=gauges.coverage,
+            contract=self._parts.contract,
         )
 
     async def status(self, *, to: str | None = None) -> ReplicaStatus:
@@ -214,6 +232,7 @@ class Replica:
             in_flight_transfers=gauges.in_flight_transfers,
             bus_queue=self._bus.bus_queue,
             inside=self._intake.inside,
+            contract=self._parts.contract.short,
             integrity=ReplicaIntegrity(
                 device=self._device,
                 since=self._started_at,

@@ -137,7 +137,7 @@ class ModelProfile:
     engine: Literal["vllm", "scripted"] = "vllm"
     """`scripted` computes nothing: its answers are made up, its pages and pace are real. Mode dev only."""
     source_revision: str | None = None
-    """Where the weights come from, for the record."""
+    """Where the weights come from: engines must agree on it, unless the folder records it itself."""
     block_size: Annotated[int, Strict(), Ge(16), MultipleOf(16)] = 32
     """Token slots in a cache page, on both sides."""
     integrity: Annotated[bool, Strict()] = True

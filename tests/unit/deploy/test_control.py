@@ -18,11 +18,19 @@ from deploy.state import Runtime, StateLock, open_state, write_private
 from kv_transfer.api import NOTHING_CHECKED, Coverage, LedgerPage, LedgerRow, LedgerSnapshot
 from workers.api import Phase, ReplicaIntegrity, ReplicaStatus
 
+WHY = "the gateway and decode replica b differ in rope: theta 10000 against 100000"
+GATEWAY: dict[str, Any] = {
+    "id": "g",
+    "pid": 3,
+    "in_flight": 0,
+    "contract": "fp_a",
+    "drifted": [{"id": "b", "phase": "decode", "contract": "fp_b", "why": WHY}],
+}
 CHECKED = Coverage(ledger="generation", checked=("writes", "copies"), unchecked=())
 
 
 def replica(name: str) -> ReplicaStatus:
-    others = ("id", "phase", "format", "integrity")
+    others = ("id", "phase", "format", "contract", "integrity")
     numbers = {field.name: 1 for field in fields(ReplicaStatus) if field.name not in others}
     integrity = ReplicaIntegrity(
         device="cpu",
@@ -33,7 +41,9 @@ def replica(name: str) -> ReplicaStatus:
         pages_checked=9,
         mismatches={"stale_prefix": 3, "freed": 1} if name == "a" else {},
     )
-    return ReplicaStatus(id=name, phase=Phase.DECODE, format="bf16", integrity=integrity, **numbers)
+    return ReplicaStatus(
+        id=name, phase=Phase.DECODE, format="bf16", contract=f"fp_{name}", integrity=integrity, **numbers
+    )
 
 
 class Fleet:
@@ -41,7 +51,7 @@ class Fleet:
         return [replica("b"), replica("a")]
 
     async def gateways(self) -> list[dict[str, Any]]:
-        return [{"id": "g", "pid": 3, "in_flight": 0}]
+        return [GATEWAY]
 
     async def request(self, request_id: str) -> dict[str, Any] | None:
         return {"pages": 2} if request_id == "known" else None
@@ -86,9 +96,9 @@ def test_status_lists_gauges_sorted_by_id(socket: str) -> None:
     assert [row["id"] for row in answer["replicas"]] == ["a", "b"]
     assert set(answer["replicas"][0]) == {
         *("id", "phase", "format", "pid", "free_pages", "total_pages", "running", "waiting"),
-        *("in_flight_transfers", "bus_queue", "inside", "integrity"),
+        *("in_flight_transfers", "bus_queue", "inside", "contract", "integrity"),
     }
-    assert answer["gateways"] == [{"id": "g", "pid": 3, "in_flight": 0}]
+    assert answer["gateways"] == [GATEWAY]
 
 
 def test_status_tells_what_each_replica_checks_and_has_found(socket: str) -> None:
@@ -140,6 +150,20 @@ def test_a_ledger_of_an_unknown_replica_is_an_error_that_names_it(
 ) -> None:
     assert main(["debug", "ledger", "x&y", "--state", running]) == 1
     assert "no replica x&y answers" in capsys.readouterr().err
+
+
+def test_status_names_who_gets_no_requests_and_what_differs(
+    running: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["status", "--state", running]) == 0
+    head, first, second, gateway, drifted, rest = capsys.readouterr().out.splitlines()
+
+    assert first.split() == ["a", "decode", "bf16", "1", "1/1", *"1111", "fp_a"]
+    assert second.split()[-1] == "fp_b"
+    assert first.index("fp_a") == head.index("CONTRACT")
+    assert gateway == "gateway g  pid 3  in flight 0  contract fp_a"
+    assert drifted == f"b gets no requests: {WHY}"
+    assert rest == "not ready yet"
 
 
 def test_the_command_prints_that_table_and_no_other(

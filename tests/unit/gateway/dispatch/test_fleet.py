@@ -4,8 +4,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from gateway.dispatch.fleet import Fleet
+from kv_transfer.api import Contract
 from tests.support.clock import FakeClock
-from tests.support.engine_pool import FakePool
+from tests.support.engine_pool import CONTRACT, FakePool
 from workers.api import BUS_VERSION, FaultKind, Frame, Gauges, Phase, ReplicaInfo, WorkerFault
 
 
@@ -15,7 +16,14 @@ class Watched:
     def __init__(self, pool: FakePool) -> None:
         self.pool = pool
         self.clock = FakeClock()
-        self.fleet = Fleet(pool, gateway_id="g", silence_s=10.0, now=self.clock.now, sleep=self.clock.sleep)
+        self.fleet = Fleet(
+            pool,
+            gateway_id="g",
+            contract=CONTRACT,
+            silence_s=10.0,
+            now=self.clock.now,
+            sleep=self.clock.sleep,
+        )
         self.task = asyncio.create_task(self.fleet.watch("tcp://127.0.0.1:1"))
 
     def hear(self, replica_id: str, **gauges: int) -> None:
@@ -201,3 +209,61 @@ async def test_own_delay_is_not_taken_for_the_engines_silence(watched: Watched) 
     await watched.clock.advance(0.3)
 
     assert lost == []
+
+
+OTHER = Contract(source={"revision": "another"})
+
+
+async def test_a_replica_that_comes_back_with_another_contract_gets_nothing_and_is_told_of(
+    watched: Watched, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its model folder was changed while it was down: Serve starts it anew under another id."""
+    watched.pool.contracts["d2"] = OTHER
+    watched.pool.present[Phase.DECODE] = ("d2",)
+    await watched.clock.advance(0.5)
+    watched.hear("d2")
+
+    apart = "the gateway and decode replica d2 differ in source: revision one against another"
+    assert not watched.fleet.ready()
+    assert watched.fleet.candidates(Phase.DECODE) == ()
+    assert [(info.replica_id, why) for info, why in watched.fleet.drifted()] == [("d2", apart)]
+    assert [watched.fleet.count_drifted(phase) for phase in (Phase.PREFILL, Phase.DECODE)] == [0, 1]
+    assert f"engine.drifted replica=d2 phase=decode: {apart}" in caplog.text
+
+    watched.pool.present[Phase.DECODE] = ("d3",)
+    await watched.clock.advance(0.5)
+    assert watched.fleet.ready()
+    assert watched.fleet.drifted() == ()
+
+
+async def test_of_several_replicas_those_of_the_gateways_contract_go_on(watched: Watched) -> None:
+    watched.pool.contracts["d2"] = OTHER
+    watched.pool.present[Phase.DECODE] = ("d1", "d2", "d3")
+    await watched.clock.advance(0.5)
+
+    assert [each.replica_id for each in watched.fleet.candidates(Phase.DECODE)] == ["d1", "d3"]
+
+
+@pytest.mark.parametrize("phase", Phase)
+async def test_pairs_that_agree_with_each_other_and_not_with_the_gateway_get_nothing(
+    watched: Watched, phase: Phase
+) -> None:
+    """The gateway's template and tokenizer made the prompts."""
+    watched.pool.contracts |= {"p2": OTHER, "d2": OTHER}
+    watched.pool.present = {Phase.PREFILL: ("p2",), Phase.DECODE: ("d2",)}
+    await watched.clock.advance(0.5)
+
+    assert watched.fleet.candidates(phase) == ()
+    assert watched.fleet.count_drifted(phase) == 1
+
+
+async def test_a_replica_that_fell_silent_is_judged_by_what_it_says_when_it_is_back(watched: Watched) -> None:
+    for _ in range(22):
+        await watched.clock.advance(0.5)
+        watched.hear("p1")
+    watched.pool.contracts["d1"] = OTHER
+    await watched.clock.advance(3.0)
+    watched.hear("d1")
+
+    assert watched.fleet.candidates(Phase.DECODE) == ()
+    assert watched.fleet.count_drifted(Phase.DECODE) == 1

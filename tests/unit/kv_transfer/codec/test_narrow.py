@@ -148,3 +148,29 @@ def test_a_conversion_that_cuts_off_would_be_noticed() -> None:
     larger = (nearest.abs() > cache.float().abs().reshape(-1).clamp(max=448)).sum()
 
     assert larger > 1000  # truncation toward zero never gives a larger number
+
+
+@pytest.mark.parametrize(
+    ("own", "scales", "why"),
+    [
+        ((), (), ""),
+        ((), ((1.0, 1.0), (1.0, 1.0)), ""),
+        (((0.5, 2.0), (1.0, 3.0)), ((0.5, 2.0), (1.0, 3.0)), ""),
+        (((0.5, 0.5), (0.5, 0.5)), (), "scales of K and V in layer 0: (0.5, 0.5) != (1.0, 1.0)"),
+        ((), ((1.0, 1.0), (1.0, 0.5)), "scales of K and V in layer 1: (1.0, 1.0) != (1.0, 0.5)"),
+        (((1.0, 1.0), (1.0, float("nan"))), ((1.0, 1.0), (1.0, float("nan"))), "nan"),
+        (((2.0, 2.0),), ((2.0, 2.0), (2.0, 2.0)), "scales of 1 layers for 2"),
+    ],
+)
+def test_bytes_are_kept_only_where_both_kernels_read_the_same_in_them(
+    own: Scales, scales: Scales, why: str
+) -> None:
+    found = misfit(NARROW, NARROW, scales, own)
+
+    assert why in found
+    assert bool(found) == bool(why)
+    assert not found or found.endswith(f"(prefill: {NARROW}; decode: {NARROW})")
+
+
+def test_scales_of_caches_that_have_none_do_not_matter() -> None:
+    assert misfit(CPU, CPU, (), ((0.5, 0.5), (0.5, 0.5))) == ""

@@ -12,6 +12,7 @@ from kv_transfer.api.errors import TransferCause
 from kv_transfer.api.handoff import HandoffOutcome
 from kv_transfer.api.integrity import IntegrityCause, PageFault
 from kv_transfer.api.page import Scales
+from kv_transfer.connector.layout import read_layout
 from tests.support.worker_pair import BLOCK, PROMPT, Worker, announced, asked, computed, until, worker
 
 SCALES: Scales = ((0.5, 2.0), (1.0, 3.0))
@@ -89,15 +90,50 @@ def test_a_page_that_holds_no_numbers_ends_its_request_and_no_other(tmp_path: Pa
     assert decode.failed == (set() if integrity else {"d-bad"})
 
 
+HALF: Scales = ((0.5, 0.5), (0.5, 0.5))
+
+
 @pytest.mark.parametrize(
-    ("have", "wanted"), [(FP8, BF16), (BF16, {}), (BF16, {**FP8, "scales": SCALES[:1]})], ids=str
+    ("have", "wanted", "named"),
+    [
+        (BF16, {"dtype": torch.float16}, "format: bf16 != fp16"),
+        ({**FP8, "scales": HALF}, {**FP8, "scales": ()}, "layer 0: (0.5, 0.5) != (1.0, 1.0)"),
+        (FP8, {**FP8, "scales": (SCALES[0], (1.0, 1.0))}, "layer 1: (1.0, 3.0) != (1.0, 1.0)"),
+        (FP8, {**FP8, "scales": SCALES[:1]}, "scales of 2 layers for 1"),
+        (FP8, {**FP8, "cache_dtype": "fp8_e5m2"}, "format: fp8_e4m3 != fp8_e5m2"),
+        (FP8, BF16, "format: fp8_e4m3 != bf16"),
+        (BF16, {}, "format: bf16 != fp32"),
+        (BF16, {**FP8, "scales": SCALES[:1]}, "scales of 1 layers for 2"),
+    ],
+    ids=[
+        *("bf16 as fp16", "scale 0.5 as 1", "a scale of one layer", "scales of fewer layers"),
+        *("e4m3 as e5m2", "wider", "wider still", "scales that do not reach"),
+    ],
 )
-def test_what_cannot_be_made_of_a_cache_is_refused_and_never_taken_for_it(
-    tmp_path: Path, have: dict[str, Any], wanted: dict[str, Any]
+def test_what_cannot_be_made_of_a_cache_is_refused_with_both_layouts_and_never_taken_for_it(
+    tmp_path: Path, have: dict[str, Any], wanted: dict[str, Any], named: str
 ) -> None:
     with workers(tmp_path, have, wanted) as (prefill, decode):
+        fill(prefill, (3, 4, 5))
         ship(prefill, decode, "t", (3, 4, 5), (7, 8, 9))
+        layouts = [
+            str(read_layout(each.caches, isa="test", cache_dtype=of.get("cache_dtype", "auto")))
+            for each, of in ((prefill, have), (decode, wanted))
+        ]
 
-    assert decode.reports["d-t"].cause is TransferCause.LAYOUT_MISMATCH
+    report = decode.reports["d-t"]
+    assert report.cause is TransferCause.LAYOUT_MISMATCH
+    assert named in report.detail
+    assert report.detail.endswith(f"(prefill: {layouts[0]}; decode: {layouts[1]})")
     assert decode.failed == {"d-t"}
     assert not any(cache.any() for cache in decode.caches.values())
+
+
+def test_bytes_of_the_same_format_and_scales_are_shipped_as_they_are(tmp_path: Path) -> None:
+    with workers(tmp_path, FP8, FP8) as (prefill, decode):
+        fill(prefill, (3, 4, 5))
+        ship(prefill, decode, "t", (3, 4, 5), (7, 8, 9))
+
+    for layer, cache in decode.caches.items():
+        assert torch.equal(cache[[7, 8, 9]], prefill.caches[layer][[3, 4, 5]])
+    assert decode.reports["d-t"].outcome is HandoffOutcome.SHIPPED

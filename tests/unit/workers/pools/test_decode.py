@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from kv_transfer.api import HandoffOutcome, HandoffReport, Role, Ticket
+from kv_transfer.api import HandoffOutcome, HandoffReport, Role, StartReport, Ticket, TransferCause
 from tests.support.engines import ScriptedEngine
 from tests.support.replicas import PROFILE, Bench, a_decode, settle
 from workers.api import DecodeResult, FaultKind, FinishReason, RefetchResult, WorkerFault
@@ -189,3 +189,38 @@ async def test_a_frame_dropped_on_purpose_leaves_a_gap_that_refetch_fills() -> N
     assert result.output_tokens == 3
     assert bench.board["tcp://g1"].tokens_of("r1") == [1, 3]
     assert await replica.refetch("r1", 1) == RefetchResult(first_index=1, token_ids=(2, 3))
+
+
+async def test_pages_refused_for_another_contract_end_the_request_before_its_first_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Decode would answer well as far as it knows: which of the two is wrong only a person can say."""
+    apart = "prefill and decode differ in rope: theta 10000 against 100000"
+    report = HandoffReport(
+        outcome=HandoffOutcome.RECOMPUTED, cause=TransferCause.CONTRACT_MISMATCH, detail=apart
+    )
+    engine = ScriptedEngine(start_report=StartReport(queued_s=0.0, handoff=report))
+    bench = Bench(engine)
+    replica = await bench.decode_replica()
+
+    answer = await replica.decode(a_decode(transfer_id="ab" * 16, prefill_engine="p1"))
+
+    assert answer == WorkerFault(kind=FaultKind.CONTRACT_MISMATCH, detail=apart)
+    assert bench.board["tcp://g1"].items == []
+    await settle()
+    assert engine.aborted == ["r1"]
+    assert f"request r1: contract_mismatch: {apart}" in caplog.text
+    page = bench.telemetry.metrics.page(None, bus_queue=0, bus_dropped=0).decode()
+    assert 'phasegate_transfers_total{cause="contract_mismatch",outcome="recomputed"} 1.0' in page
+    assert 'phasegate_engine_faults_total{fault="contract_mismatch"} 1.0' in page
+
+
+@pytest.mark.parametrize("cause", sorted(set(TransferCause) - {TransferCause.CONTRACT_MISMATCH}))
+async def test_a_transfer_that_failed_for_another_reason_leaves_an_answer(cause: TransferCause) -> None:
+    report = HandoffReport(outcome=HandoffOutcome.RECOMPUTED, cause=cause)
+    bench = Bench(ScriptedEngine(start_report=StartReport(queued_s=0.0, handoff=report), handoff=report))
+    replica = await bench.decode_replica()
+
+    answer = await replica.decode(a_decode(transfer_id="ab" * 16, prefill_engine="p1"))
+
+    assert isinstance(answer, DecodeResult)

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.api import Coverage
+from kv_transfer.api import Contract, Coverage
 from tests.support.engines import ScriptedEngine, some_gauges
 from tests.support.replicas import Bench, MemoryRegistry, a_decode, settle
 from workers.api import FaultKind, Gauges, IntegrityCounts, Phase, ReplicaIntegrity, WorkerFault
@@ -73,7 +73,7 @@ async def test_an_engine_that_does_not_start_is_closed_and_the_fault_is_raised()
 
 
 async def test_attach_is_idempotent_and_tells_the_facts() -> None:
-    bench = Bench()
+    bench = Bench(contract=Contract(rope={"theta": "7"}))
     replica = await bench.decode_replica()
 
     first = await replica.attach("g1", "tcp://g1")
@@ -82,6 +82,8 @@ async def test_attach_is_idempotent_and_tells_the_facts() -> None:
     assert first == second
     assert (first.engine_id, first.phase, first.format) == ("d1", Phase.DECODE, "bf16")
     assert (first.block_size, first.total_pages, first.pid) == (16, 64, os.getpid())
+    assert first.contract == bench.contract
+    assert (await replica.status()).contract == bench.contract.short
     assert not bench.board["tcp://g1"].closed
 
 
