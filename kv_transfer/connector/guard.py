@@ -92,9 +92,8 @@ class Guard:
             plan = _plan(output)
             for request_id, fault in flagged.items():
                 self._flag(scheduler, request_id, fault)
-            for request_id in flagged.keys() & plan.keys():
-                # Others of this step may have found, by their hashes, pages that it would have written.
-                self._end(scheduler, misled(ledger, request_id, plan[request_id][0], self._sizes), plan)
+            # Others of this step may have found, by their hashes, pages that these would have written.
+            self._end(scheduler, {r: fault for r, fault in flagged.items() if r in plan}, plan)
         self._ending = {r: fault for r, fault in self._ending.items() if r in scheduler.requests}
         had_some = bool(output.num_scheduled_tokens)
         copies = [tuple(pair) for pair in output.kv_cache_block_copies or ()]
@@ -123,74 +122,85 @@ class Guard:
         for request_id in news.reports:
             self.gone(request_id)
         faults = {r: fault for r, fault in came.items() if fault is not None} | news.faults
-        for request_id, found in faults.items():
-            # One that was flagged is flagged again in the step that was under way by then.
-            if request_id not in self._ending and _alive(scheduler, request_id):
-                fault = self._refined(found)
-                self._found[fault.cause] += 1
-                self._flag(scheduler, request_id, fault)
+        found = {r: self._refined(fault) for r, fault in faults.items()}
+        for request_id, fault in found.items():
+            self._end_one(scheduler, request_id, fault)
         if orders is None:
             return
-        for request_id in faults.keys() & orders.plan.keys():
-            self._recall(scheduler, request_id, self._refined(faults[request_id]), orders.plan)
-        if seen := news.verdict.read():
-            self._judge(scheduler, orders, seen)
-
-    def _judge(self, scheduler: "Scheduler", orders: CheckOrders, seen: Mapping[str, Sighting]) -> None:
-        """Flag those in whom a device found something, and those who read what these were to write."""
-        ledger = self.ledger
-        assert isinstance(ledger, GenerationLedger)
-        found = {
-            r: self._refined(explained(ledger, r, sighting, self._sizes[sighting.group]))
-            for r, sighting in seen.items()
+        seen = {
+            r: self._refined(explained(self.ledger, r, sighting, self._sizes[sighting.group]))
+            for r, sighting in news.verdict.read().items()
+            if isinstance(self.ledger, GenerationLedger)
         }
-        self._end(scheduler, found, orders.plan)
-        for request_id, fault in found.items():
-            self._recall(scheduler, request_id, fault, orders.plan)
+        self._end(scheduler, seen | {r: f for r, f in found.items() if r in orders.plan}, orders.plan)
+
+    def _end_one(self, scheduler: "Scheduler", request_id: str, fault: PageFault) -> None:
+        # One that was flagged is flagged again in the step that was under way by then.
+        if request_id not in self._ending and _alive(scheduler, request_id):
+            self._found[fault.cause] += 1
+            self._flag(scheduler, request_id, fault)
 
     def _end(
-        self, scheduler: "Scheduler", found: dict[str, PageFault], plan: Mapping[str, tuple[int, int]]
+        self, scheduler: "Scheduler", found: Mapping[str, PageFault], plan: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Flag these, and those who read what they were to write in the step with this plan."""
-        ledger = self.ledger
-        assert isinstance(ledger, GenerationLedger)
-        while found:
-            fresh = {r: f for r, f in found.items() if r not in self._ending and _alive(scheduler, r)}
-            found = {}
-            for request_id, fault in fresh.items():
-                self._found[fault.cause] += 1
-                self._flag(scheduler, request_id, fault)
-                computed, _ = plan.get(request_id, (0, 0))
-                found |= misled(ledger, request_id, computed, self._sizes)
+        """Flag these, and those who read what they were to write in the step with this plan.
 
-    def _recall(
-        self,
-        scheduler: "Scheduler",
-        request_id: str,
-        fault: PageFault,
-        plan: Mapping[str, tuple[int, int]],
-    ) -> None:
-        """The request gave its pages back before its fault was known: what it was to write is not there."""
+        Whether they were flagged before, or have gone, changes nothing for those who read.
+        """
+        known: set[str] = set()
+        while found:
+            readers: dict[str, PageFault] = {}
+            for request_id, fault in found.items():
+                known.add(request_id)
+                self._end_one(scheduler, request_id, fault)
+                computed, _ = plan.get(request_id, (0, 0))
+                readers |= self._misled(request_id, computed)
+                readers |= self._recall(scheduler, request_id, fault, computed)
+            found = {r: fault for r, fault in readers.items() if r not in known}
+
+    def _misled(self, request_id: str, computed: int) -> dict[str, PageFault]:
+        """Others who have, or had, pages that this request was to write, and did not: in the step in which it
+        was flagged, or in those that are under way since.
+
+        Args:
+            computed: tokens of the request before that step.
+        """
         manager, ledger = self._manager, self.ledger
         assert manager is not None
         assert isinstance(ledger, GenerationLedger)
-        written = manager.parted.of(request_id)
-        manager.parted.forget(request_id)
-        if not written:
-            return
-        if not _alive(scheduler, request_id):
+        faults: dict[str, PageFault] = {}
+        for group, size in enumerate(self._sizes):
+            for page, tag in ledger.row(request_id, group)[computed // size :]:
+                if ledger.writer(page) == request_id:
+                    fault = PageFault(IntegrityCause.STALE_PREFIX, page, tag, NO_TAG)
+                    readers = ledger.owners(page) | manager.parted.who_had(page, tag)
+                    faults |= dict.fromkeys(readers - {request_id}, fault)
+        return faults
+
+    def _recall(
+        self, scheduler: "Scheduler", request_id: str, fault: PageFault, computed: int
+    ) -> dict[str, PageFault]:
+        """The same of a request that gave its pages back before its fault was known."""
+        manager, ledger = self._manager, self.ledger
+        assert manager is not None
+        assert isinstance(ledger, GenerationLedger)
+        given_back = manager.parted.take(request_id)
+        if given_back.rows and not given_back.told and not _alive(scheduler, request_id):
             self._found[fault.cause] += 1
             log.error("page integrity: of a request that has gone", extra=_told(request_id, fault))
-        computed, _ = plan.get(request_id, (0, 0))
-        readers: dict[str, PageFault] = {}
-        for table, size in zip(written, self._sizes, strict=True):
+        faults: dict[str, PageFault] = {}
+        for table, row, size in zip(given_back.written, given_back.rows, self._sizes, strict=False):
             # Whoever was given a page anew writes it; what was found by its hash has no writer any more.
             still = {p for p in table if p is not None and ledger.writer(p) in (None, request_id)}
             manager.block_pool.evict_blocks(still)
             for page in still.intersection(table[computed // size :]):
                 stale = PageFault(IntegrityCause.STALE_PREFIX, page, NO_TAG, ledger.tag(page))
-                readers |= dict.fromkeys(ledger.owners(page) - {request_id}, stale)
-        self._end(scheduler, readers, plan)
+                faults |= dict.fromkeys(ledger.owners(page) - {request_id}, stale)
+            for page, tag in row[computed // size :]:
+                if page in table:
+                    stale = PageFault(IntegrityCause.STALE_PREFIX, page, tag, NO_TAG)
+                    faults |= dict.fromkeys(manager.parted.who_had(page, tag) - {request_id}, stale)
+        return faults
 
     def ending(self, scheduler: "Scheduler") -> dict[str, PageFault]:
         """Requests that are to end with this step, and why."""
@@ -234,24 +244,6 @@ def explained(ledger: GenerationLedger, request_id: str, sighting: Sighting, siz
     row = ledger.row(request_id, sighting.group)
     given, tags = [page for page, _ in row], [tag for _, tag in row]
     return explain(sighting.finding, sighting.where, sighting.page, given, tags, size, ledger.tag_if_page)
-
-
-def misled(
-    ledger: GenerationLedger, request_id: str, computed: int, sizes: Sequence[int]
-) -> dict[str, PageFault]:
-    """Others who have pages that this request was to write, and did not: in the step in which it was flagged,
-    or in those that are under way since.
-
-    Args:
-        computed: tokens of the request before that step.
-    """
-    faults: dict[str, PageFault] = {}
-    for group, size in enumerate(sizes):
-        for page, tag in ledger.row(request_id, group)[computed // size :]:
-            if ledger.writer(page) == request_id:
-                fault = PageFault(IntegrityCause.STALE_PREFIX, page, tag, NO_TAG)
-                faults |= dict.fromkeys(ledger.owners(page) - {request_id}, fault)
-    return faults
 
 
 def _alive(scheduler: "Scheduler", request_id: str) -> bool:

@@ -143,8 +143,10 @@ class StepCheck:
         self.counts.seconds += self._now() - began
         batch = self._runner.input_batch
         assert isinstance(self._checker, Checker)
-        faults = self._checker.check(groups, batch.req_ids[: batch.num_reqs], orders.plan)
-        self._faults |= faults
+        # Who was found wrong before the forward computes nothing in it that others may read.
+        self._faults |= self._checker.check(
+            groups, batch.req_ids[: batch.num_reqs], orders.plan, wrong=self._faults.keys()
+        )
         return set(self._faults)
 
     def lost(self, page_ids: Sequence[int], tags: Sequence[int]) -> PageFault | None:

@@ -4,7 +4,7 @@ A request that is flagged writes nothing in this step. The pages that it was to 
 whoever reads them, found by their hash while the step was scheduled, is flagged with it, now or later.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 
@@ -91,6 +91,8 @@ class Checker:
         groups: Sequence[tuple[int, Tables]],
         request_ids: Sequence[str],
         plan: Mapping[str, tuple[int, int]],
+        *,
+        wrong: Collection[str] = (),
     ) -> dict[str, PageFault]:
         """Check one step and contain what is wrong with it: masked in place, in all groups.
 
@@ -99,9 +101,10 @@ class Checker:
                 several.
             request_ids: of the tables' rows; padding rows have none.
             plan: (tokens computed before, tokens scheduled), as the scheduler ordered.
+            wrong: requests that something was found in before; they are taken for flagged.
 
         Returns:
-            The requests that must end, each with the first fault found in it.
+            The requests that must end beside those, each with the first fault found in it.
         """
         began = self._now()
         faults: dict[str, PageFault] = {}
@@ -110,23 +113,29 @@ class Checker:
             for glance in self._glances:
                 glance.look(batch)
                 self.counts.pages += glance.pages
+            known = np.array([request_id in wrong for request_id in request_ids]) if wrong else None
             for group, tables in groups:
-                if not self._glances[group].passes(tables):
-                    faults = self._find(groups, batch, request_ids)
+                if known is not None or not self._glances[group].passes(tables):
+                    faults = self._find(groups, batch, request_ids, known)
                     break
         self.counts.steps += 1
         self.counts.seconds += self._now() - began
         return faults
 
     def _find(
-        self, groups: Sequence[tuple[int, Tables]], batch: Batch, request_ids: Sequence[str]
+        self,
+        groups: Sequence[tuple[int, Tables]],
+        batch: Batch,
+        request_ids: Sequence[str],
+        known: Bools | None,
     ) -> dict[str, PageFault]:
-        judgement = _Judgement(request_ids, np.zeros(len(request_ids), np.bool_))
-        fresh = self._judge(groups, batch, judgement)
+        flagged = np.zeros(len(request_ids), np.bool_) if known is None else known
+        judgement = _Judgement(request_ids, flagged)
+        fresh = flagged | self._judge(groups, batch, judgement)
         while fresh.any():
             self._revoke_writes(batch, fresh)
             fresh = self._judge(groups, batch, judgement)
-        if judgement.faults:
+        if judgement.flagged.any():
             for _, tables in groups:
                 contain(tables, batch, judgement.flagged)
         return judgement.faults

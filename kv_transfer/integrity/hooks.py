@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
 from kv_transfer.integrity.ledger import GenerationLedger
-from kv_transfer.integrity.parted import Parted
+from kv_transfer.integrity.parted import GivenBack, Parted
 from kv_transfer.integrity.tags import domain_of
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ class WatchedCacheManager(KVCacheManager):
     condemned: set[str]
     """Requests that were flagged: what they wrote must not be found by its hash any more."""
     parted: Parted
-    """What requests that are not known to be flagged gave back, while steps of theirs may be under way."""
+    """What requests gave back while steps of theirs may be under way."""
 
     def allocate_slots(self, request: "Request", *args: Any, **kwargs: Any) -> "KVCacheBlocks | None":
         self._serve(request)
@@ -282,12 +282,13 @@ class WatchedCacheManager(KVCacheManager):
         written = [
             [page if self.ledger.writer(page) == request_id else None for page in table] for table in pages
         ]
-        if request_id in self.condemned:
+        told = request_id in self.condemned
+        if told:
             self.condemned.discard(request_id)
             self.block_pool.evict_blocks({page for table in written for page in table if page is not None})
-            self.parted.forget(request_id)
-        elif any(written):
-            self.parted.add(request_id, written)
+        if any(tables):
+            rows = [self.ledger.row(request_id, group) for group in range(len(tables))]
+            self.parted.add(request_id, GivenBack(rows, written, told))
         self.ledger.drop(request_id)
 
 

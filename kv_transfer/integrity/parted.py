@@ -1,32 +1,53 @@
 """Pages that were given back before it was known what became of the last step that was to write to them.
 
 A flagged row writes nothing. Where its request is aborted, or preempted, before that is known, its pages are
-free by then, and their hashes, made while the step was put together, promise what was never written.
+free by then, and their hashes, made while the step was put together, promise what was never written. And who
+had read such pages may have given them back as well, while the token made of them is still under way.
 """
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Tagged = tuple[int, int]
+"""(page, tag under which it was given); the null page with no tag where attention never looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    rows: Sequence[Sequence[Tagged]]
+    """What the request had, by cache group, in logical order."""
+    written: Sequence[Sequence[int | None]]
+    """Its tables; None for a page that the request did not write to."""
+    told: bool
+    """Whether it was flagged before it gave them back."""
+
+
+NOTHING = GivenBack((), (), told=False)
 
 
 class Parted:
     def __init__(self) -> None:
         self.step = 0
         """Number of the step that was put together last."""
-        self._written: dict[str, tuple[int, list[list[int | None]]]] = {}
+        self._given_back: dict[str, tuple[int, GivenBack]] = {}
 
-    def add(self, request_id: str, written: list[list[int | None]]) -> None:
-        """
-        Args:
-            written: by cache group, in logical order; None for a page that the request did not write to.
-        """
-        self._written[request_id] = (self.step, written)
+    def add(self, request_id: str, what: GivenBack) -> None:
+        self._given_back[request_id] = (self.step, what)
 
-    def of(self, request_id: str) -> list[list[int | None]]:
-        """As they were added; empty for a request that gave nothing back since the steps under way began."""
-        _, written = self._written.get(request_id, (0, []))
-        return written
+    def take(self, request_id: str) -> GivenBack:
+        """What was added, once; nothing for one that gave nothing back since the steps under way began."""
+        _, what = self._given_back.pop(request_id, (0, NOTHING))
+        return what
 
-    def forget(self, request_id: str) -> None:
-        self._written.pop(request_id, None)
+    def who_had(self, page: int, tag: int) -> set[str]:
+        """Requests that gave the page back while it had this tag."""
+        return {
+            request_id
+            for request_id, (_, what) in self._given_back.items()
+            if any((page, tag) in row for row in what.rows)
+        }
 
     def settled(self, step: int) -> None:
         """What became of this step, and of all before it, is known."""
-        for request_id in [r for r, (last, _) in self._written.items() if last <= step]:
-            del self._written[request_id]
+        for request_id in [r for r, (last, _) in self._given_back.items() if last <= step]:
+            del self._given_back[request_id]

@@ -20,6 +20,7 @@ from tests.support.twice import first_page_given_again
 Engines = Callable[..., ToyEngine]
 PROMPT = [8] * 70
 """Two whole pages and a piece."""
+ON_DEVICE = pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 AHEAD = pytest.mark.parametrize("ahead", [False, True], ids=["one step", "two steps in flight"])
 
 
@@ -85,7 +86,7 @@ def wrong_entry(engine: ToyEngine, step: Any, tables: Tables) -> None:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@ON_DEVICE
 @pytest.mark.parametrize(
     ("how", "ahead"),
     [("aborted", False), ("aborted", True), ("preempted", True)],
@@ -119,6 +120,90 @@ def test_what_a_flagged_request_did_not_write_is_not_found_though_it_had_gone_be
     ended = {"quick": Cause.STALE_PREFIX} if ahead else {}
     assert causes(engine) == ended | ({"one": Cause.FREED} if how == "preempted" else {})
     assert engine.guard.mismatches() == {Cause.FREED: 1} | dict.fromkeys(ended.values(), 1)
+    assert answers_right(engine, "after")
+    engine.balanced()
+
+
+def fly(engine: ToyEngine) -> Any:
+    """One step more is under way; what comes of it."""
+    step = engine.scheduler.schedule()
+    engine._flying.append((step, engine._compute(step)))
+    return engine._flying[-1][1]
+
+
+@pytest.mark.timeout(60)
+@ON_DEVICE
+def test_who_read_them_ends_though_it_was_preempted_before_that_was_known(
+    engine_of: Engines, on_device: bool
+) -> None:
+    """vLLM delivers the token that was under way. `third` has found what `two` wrote after it had read."""
+    engine = engine_of(ahead=True, on_device=on_device)
+    engine.add("early", [3] * 20)
+    engine.step()
+    engine.mischief = wrong_entry
+    for name, prompt in (("one", PROMPT[:33]), ("two", PROMPT), ("third", PROMPT)):
+        engine.add(name, prompt, salt="s")
+    fly(engine)
+    assert engine.keeper.plan["two"][0] == 32
+    assert engine.keeper.plan["third"][0] == 64
+    two = engine.scheduler.requests["two"]
+    engine.scheduler.running.remove(two)
+    engine.scheduler._preempt_request(two, 0.0)
+    engine.run()
+    engine.add("after", PROMPT, salt="s")
+    engine.run()
+
+    assert causes(engine) == {"one": Cause.FREED, "two": Cause.STALE_PREFIX, "third": Cause.STALE_PREFIX}
+    assert engine.guard.mismatches() == {Cause.FREED: 1, Cause.STALE_PREFIX: 2}
+    assert answers_right(engine, "after")
+    engine.balanced()
+
+
+@pytest.mark.timeout(60)
+@ON_DEVICE
+@pytest.mark.parametrize("aborted", [False, True], ids=["ends", "aborted"])
+def test_who_read_them_ends_though_the_request_was_to_end_for_another_reason(
+    engine_of: Engines, on_device: bool, aborted: bool
+) -> None:
+    """A page of `one` is freed under it: it is flagged while what it did not write is under way."""
+    engine = engine_of(ahead=True, on_device=on_device)
+    engine.mischief = wrong_entry
+    for name in ("one", "two"):
+        engine.add(name, PROMPT, salt="s")
+    fly(engine)
+    engine.pool.free_blocks([engine.scheduler.kv_cache_manager.coordinator.get_blocks("one")[0][2]])
+    fly(engine)
+    if aborted:
+        engine.scheduler.finish_requests("one", RequestStatus.FINISHED_ABORTED)
+    engine._take_in()
+    engine.run()
+    engine.add("after", PROMPT, salt="s")
+    engine.run()
+
+    assert causes(engine) == {"two": Cause.STALE_PREFIX} | ({} if aborted else {"one": Cause.FREED})
+    assert engine.guard.mismatches() == {Cause.FREED: 1, Cause.STALE_PREFIX: 1}
+    assert answers_right(engine, "after")
+    engine.balanced()
+
+
+@pytest.mark.timeout(60)
+@ON_DEVICE
+@AHEAD
+def test_who_found_pages_of_one_whose_page_was_not_cleared_ends_too(
+    engine_of: Engines, ahead: bool, on_device: bool
+) -> None:
+    """Seen before the forward: what `one` computes in it is made of whatever lay in the page."""
+    engine = engine_of(ahead=ahead, on_device=on_device)
+    for name in ("one", "two"):
+        engine.add(name, PROMPT, salt="s")
+    news = fly(engine).kv_connector_output.kv_connector_worker_meta
+    news.faults["one"] = PageFault(Cause.ZERO_TARGET, engine.keeper.tables["one"][0][0], 1, 2)
+    engine.run()
+    engine.add("after", PROMPT, salt="s")
+    engine.run()
+
+    assert causes(engine) == {"one": Cause.ZERO_TARGET, "two": Cause.STALE_PREFIX}
+    assert engine.guard.mismatches() == {Cause.ZERO_TARGET: 1, Cause.STALE_PREFIX: 1}
     assert answers_right(engine, "after")
     engine.balanced()
 

@@ -154,6 +154,20 @@ def test_who_reads_what_a_flagged_request_was_to_write_is_flagged_with_it(bench:
     assert {name: fault.cause for name, fault in bench.check().items()} == {"e": IntegrityCause.STALE_PREFIX}
 
 
+def test_who_was_wrong_before_the_forward_writes_nothing_and_its_reader_is_flagged(bench: Bench) -> None:
+    """Its page was not cleared, say: what it computed would be made of whatever lies there."""
+    bench.checker.apply(LedgerDelta(grown=[RowGrowth("d", 0, 0, [3, 6], [103, 106], [False, True])]))
+    bench.pages["d"], bench.plan["d"] = [3, 6], (4, 1)
+    bench.tables = bench.right_tables()
+
+    faults = bench.checker.check([(0, bench.tables)], list(bench.plan), bench.plan, wrong={"b", "stranger"})
+
+    assert {name: fault.cause for name, fault in faults.items()} == {"d": IntegrityCause.STALE_PREFIX}
+    assert not bench.tables.block_table[1].any()
+    assert (bench.tables.slot_mapping[1:7] == -1).all()
+    bench.untouched("a", "c")
+
+
 def test_who_reads_what_they_were_to_write_is_flagged_with_them(bench: Bench) -> None:
     """`d` has b's page 3, and `e` d's page 6: what d writes in this step is not there either."""
     for name, pages, own, plan in (
