@@ -65,6 +65,8 @@ def parser() -> argparse.ArgumentParser:
 
     _configuration(verbs)
 
+    _calibrate(verbs)
+
     key = verbs.add_parser("key", help="API keys of the running system")
     keys = key.add_subparsers(dest="key_verb", required=True, metavar="COMMAND")
     create = _verb(keys, "create", "make a key; it is shown once", commands.key_create)
@@ -105,6 +107,16 @@ def _configuration(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]")
         help="of the profile alone: what vLLM would be told, and whether it takes that",
     )
     _state(look)
+
+
+def _calibrate(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    about = "measure a model's keys and values, and write the scales of an FP8 cache"
+    calibrate = _verb(verbs, "calibrate", about, commands.calibrate)
+    calibrate.add_argument("--profile", required=True, help="model profile: a name or a file")
+    calibrate.add_argument(
+        "--text", type=Path, metavar="FILE", help="what to measure with (default: a sample)"
+    )
+    calibrate.add_argument("--out", type=Path, metavar="FILE", required=True, help="scale file to write")
 
 
 def _debug(verbs: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -336,3 +336,22 @@ def model_list(options: Namespace) -> int:
     for profile in profiles.known(configuration.cache_dir()):
         say(f"{profile.name:<24}{'own' if profile.own else 'shipped':<10}{profile.path}")
     return 0
+
+
+def calibrate(options: Namespace) -> int:
+    from deploy import calibration
+    from deploy.local import model_dir
+    from deploy.progress import progress_bar
+
+    cache = configuration.cache_dir()
+    profile = preflight.load_profile(options.profile, cache)
+    text = calibration.text_of(options.text or calibration.SAMPLE)
+    calibration.refuse_taken(options.out)
+    with progress_bar(say) as progress:
+        folder = model_dir(profile, cache, progress)
+    file = calibration.calibrate(profile, folder, text)
+    calibration.write(file, options.out)
+    for line in calibration.summary(file):
+        say(line)
+    say(f"{options.out}: name it as decode.kv_scales, with kv_format {file.format}")
+    return 0

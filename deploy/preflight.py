@@ -21,8 +21,10 @@ from deploy.config import INTERNAL_HOST, SystemConfig
 from deploy.production import profile_refusals, secret_refusals
 from deploy.state import Secrets, StateDir, StateError, read_private
 from deploy.yaml_file import ConfigError, Mistake
+from kv_transfer.api import ScaleFileError
 from workers.api import Phase
 from workers.profile.hardware import shortcomings
+from workers.profile.scales import checked_scale_file
 from workers.profile.schema import ModelProfile, ProfileError, parse_profile
 
 MIB: Final = 1024**2
@@ -159,6 +161,11 @@ def _profile_problems(config: SystemConfig, cache: Path, machine: Machine) -> It
         return
     for text in shortcomings(profile, "cpu", machine.features()):
         yield Mistake("profile", f"{config.profile}: {text}")
+    for phase in Phase:
+        try:
+            checked_scale_file(profile, phase)
+        except ScaleFileError as bad:
+            yield Mistake("profile", f"{config.profile}: {bad}")
     if profile.weights.path is not None:
         try:
             own_model(profile)

@@ -18,11 +18,25 @@ from kv_transfer.api.ledger import LedgerPage, LedgerRow, LedgerSnapshot
 from kv_transfer.api.log_fields import FieldFormatter, PrivateLog, request_fields
 from kv_transfer.api.membership import Gate, Membership
 from kv_transfer.api.page import BYTE_WIDE, CONVERTIBLE, Layout, WireFormat
+from kv_transfer.api.scales import (
+    FLOOR,
+    MARGIN,
+    LayerScales,
+    Measured,
+    ScaleFile,
+    ScaleFileError,
+    encode_scale_file,
+    read_scale_file,
+    scale_file_sha256,
+    scale_for,
+)
 
 __all__ = [
     "BYTE_WIDE",
     "CONVERTIBLE",
+    "FLOOR",
     "LEDGER_CHECKS",
+    "MARGIN",
     "NOTHING_CHECKED",
     "TABLE_CHECKS",
     "Contract",
@@ -34,19 +48,27 @@ __all__ = [
     "HandoffOutcome",
     "HandoffReport",
     "IntegrityCause",
+    "LayerScales",
     "Layout",
     "LedgerPage",
     "LedgerRow",
     "LedgerSnapshot",
+    "Measured",
     "Membership",
     "PageFault",
     "PageIntegrityError",
     "PrivateLog",
     "Role",
+    "ScaleFile",
+    "ScaleFileError",
     "StartReport",
     "Ticket",
     "TransferCause",
     "TransferError",
     "WireFormat",
+    "encode_scale_file",
+    "read_scale_file",
     "request_fields",
+    "scale_file_sha256",
+    "scale_for",
 ]

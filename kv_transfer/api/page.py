@@ -25,11 +25,16 @@ ELEMENT_BYTES: Final = {
 }
 BYTE_WIDE: Final = frozenset({WireFormat.FP8_E4M3, WireFormat.FP8_E5M2})
 """An engine can keep its cache in these whatever it computes in; vLLM holds such a cache as bytes."""
+LARGEST: Final = {WireFormat.FP8_E4M3: 448.0, WireFormat.FP8_E5M2: 57344.0}
+"""Finite number of each narrow format."""
 CONVERTIBLE: Final[Mapping[WireFormat, frozenset[WireFormat]]] = {
     WireFormat.FP32: BYTE_WIDE | {WireFormat.BF16},
     WireFormat.BF16: BYTE_WIDE,
 }
 """By format of the sender's cache: formats of a receiver's cache that it can make of it. Always narrower."""
+
+BY_SLOT: Final = "/by_slot"
+"""How the interior of a cache is called whose kernels split each slot into K and V."""
 
 Scales = tuple[tuple[float, float], ...]
 """By layer, for K and for V: what numbers of a cache are multiplied with when they are read. Empty: 1."""
@@ -57,6 +62,16 @@ class Layout:
             f"{self.format}, {self.layers} layers, {self.heads} heads, {self.block_size} slots, "
             f"{self.content} elements, {self.interior}"
         )
+
+    @property
+    def by_head(self) -> bool:
+        """Whether in each page each head has the K of all slots before their V."""
+        return self.interior.startswith("cpu/")
+
+    @property
+    def by_slot(self) -> bool:
+        """Whether each slot has its K before its V."""
+        return self.interior.endswith(BY_SLOT)
 
     @property
     def page_bytes(self) -> int:

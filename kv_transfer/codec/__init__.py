@@ -1,11 +1,11 @@
 """Wire formats: one file per family, one registry."""
 
 from kv_transfer.api.page import BYTE_WIDE, Layout, Scales
-from kv_transfer.codec.base import Codec, NonfiniteSource
+from kv_transfer.codec.base import Codec, Conversion, Encoded, NonfiniteSource
 from kv_transfer.codec.narrow import CONVERSIONS
 from kv_transfer.codec.plain import CODECS as PLAIN
 
-__all__ = ["CODECS", "CONVERSIONS", "Codec", "NonfiniteSource", "misfit"]
+__all__ = ["CODECS", "CONVERSIONS", "Codec", "Conversion", "Encoded", "NonfiniteSource", "misfit"]
 
 CODECS: dict[str, Codec] = {**PLAIN}
 """By wire format. A format missing here is refused at start-up, by name."""
@@ -31,7 +31,7 @@ def _misfit(have: Layout, wanted: Layout, scales: Scales, own: Scales) -> str:
         return f"scales of {len(scales)} layers for {have.layers}"
     if not all(0 < scale < float("inf") for pair in scales for scale in pair):
         return "a scale is no positive number"
-    if any(k != v for k, v in scales) and not have.interior.startswith("cpu/"):
+    if any(k != v for k, v in scales) and not (have.by_head or have.by_slot):
         return f"scales that differ for K and V: where they lie in {have.interior} is not known"
     return ""
 

@@ -35,6 +35,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Most bytes of pages that are under way to this engine at once; more of them wait for room."""
     integrity: bool = True
     """Whether pages have tags, and every step's tables are checked against them."""
+    scale_file: str = ""
+    """Scales of this engine's cache; empty: those of the checkpoint, or 1."""
+    scale_sha256: str = ""
+    """Of that file when the engine was told of it."""
+    rounded_writes: bool = False
+    """On CPU: whether what the engine itself writes to an FP8 cache is rounded to the nearest."""
     faults: FaultConfig = FaultConfig()
 
     def __post_init__(self) -> None:

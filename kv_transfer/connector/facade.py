@@ -23,7 +23,7 @@ from kv_transfer.connector.compat import TESTED_ON_CUDA, require_tested
 from kv_transfer.connector.config import ConnectorConfig
 from kv_transfer.connector.device_check import DeviceCheck, refuse_unseen
 from kv_transfer.connector.guard import Guard
-from kv_transfer.connector.layout import UnsupportedCache
+from kv_transfer.connector.layout import UnsupportedCache, isa_of
 from kv_transfer.connector.metadata import CheckOrders, StepOrders, WorkerAddress
 from kv_transfer.connector.scheduler_side import SchedulerSide
 from kv_transfer.connector.step_check import StepCheck
@@ -138,10 +138,9 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = [self._layers.get(name) for name in kv_caches]
-        first = layers[0] if layers else None
         self._w.register(
             kv_caches,
-            isa=str(getattr(first, "isa", "native")),
+            isa=isa_of(layers),
             cache_dtype=self._cache_dtype,
             scales=scales_of(layers),
         )

@@ -1,6 +1,7 @@
 """The layout of a running engine's cache, read off its tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -12,8 +13,27 @@ BYTE_FORMATS = {"fp8": WireFormat.FP8_E4M3, **{format.value: format for format i
 """By vLLM's name of the cache's type."""
 
 
+SPLIT_BY_SLOT = frozenset({"FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"})
+"""Attention backends of vLLM's on CUDA that split each slot into K and V; others may lay them elsewhere."""
+
+
 class UnsupportedCache(ValueError):
     """This engine's cache cannot be shipped; the message names what is in the way."""
+
+
+def isa_of(layers: Sequence[Any]) -> str:
+    """How the kernels of these layers order elements inside a (page, head)."""
+    isa = getattr(layers[0], "isa", None) if layers else None
+    if isa is not None:
+        return str(isa)
+    return "by_slot" if layers and all(map(_splits_by_slot, layers)) else "native"
+
+
+def _splits_by_slot(layer: Any) -> bool:
+    backend = getattr(layer, "attn_backend", None)
+    return (
+        backend is not None and backend.get_name() in SPLIT_BY_SLOT and layer.head_size == layer.head_size_v
+    )
 
 
 def read_layout(caches: Mapping[str, torch.Tensor], *, isa: str, cache_dtype: str = "auto") -> Layout:

@@ -6,6 +6,7 @@ kernel writes it, or the reverse.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +18,11 @@ from kv_transfer.api.errors import TransferCause
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport
 from kv_transfer.api.integrity import IntegrityCause, PageFault
 from kv_transfer.api.log_fields import traced
-from kv_transfer.api.page import Layout, Scales
-from kv_transfer.codec import CODECS, CONVERSIONS, NonfiniteSource
+from kv_transfer.api.page import Layout, Scales, WireFormat
+from kv_transfer.codec import CODECS, CONVERSIONS, Conversion, Encoded, NonfiniteSource
 from kv_transfer.connector.config import ConnectorConfig
 from kv_transfer.connector.courier import Courier
+from kv_transfer.connector.judged import Flaws, JudgedFence
 from kv_transfer.connector.layout import read_layout
 from kv_transfer.connector.metadata import SendProgress, StepOrders, WorkerAddress, WorkerNews
 from kv_transfer.connector.receiver import Outcome
@@ -30,7 +32,6 @@ from kv_transfer.integrity.device import NOTHING_SEEN, Seen, Verdict
 from kv_transfer.integrity.tags import NO_TAG
 from kv_transfer.testing.faults import Faults
 from kv_transfer.testing.table_faults import TableFaults
-from kv_transfer.transport.lane import Fence
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -61,17 +62,7 @@ class _Table:
     """Of the step that wrote to the pages last, where it comes later than the step."""
     shipped_pages: int = 0
     """Of the wanted pages, how many have left."""
-
-
-class JudgedFence(Fence):
-    """What a flagged request computed is not shipped; on a device that is known behind the step."""
-
-    def __init__(self, device: torch.device, verdict: Verdict | Seen, request_id: str) -> None:
-        super().__init__(device)
-        self._verdict, self._request_id = verdict, request_id
-
-    def void(self) -> bool:
-        return self._request_id in self._verdict.read()
+    flaws: Flaws | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +80,12 @@ class WorkerSide:
         check: StepCheck,
         *,
         now: Callable[[], float] = time.monotonic,
+        conversions: Mapping[tuple[WireFormat, WireFormat], Conversion] = CONVERSIONS,
     ) -> None:
         self._config, self._rank, self._now = config, rank, now
+        self._conversions = conversions
+        self._flawed: deque[tuple[str, NonfiniteSource]] = deque()
+        """Transfers that lanes have given up."""
         self.check = check
         self._flagged: set[str] = set()
         """In the step that is being computed: what it writes is not shipped."""
@@ -201,6 +196,7 @@ class WorkerSide:
         if idle and not (courier.receiver.news.is_set() or courier.sender.news.is_set()):
             courier.receiver.news.wait(IDLE_WAIT_S)
         finished = Finished(set(), set(), set())
+        self._give_up_flawed()
         for outcome in self._faults.due(courier.receiver.take()):
             self._finish_receive(courier, outcome, finished)
         for _ in range(courier.sender.take_stale_offers()):
@@ -262,30 +258,38 @@ class WorkerSide:
                 return
             page_ids = self._faults.pages(transfer_id, table.page_ids[start:end])
             try:
-                data = self._encoded(page_ids, want)
+                encoded = self._encoded(page_ids, want)
             except NonfiniteSource as bad:
-                self._give_up_nonfinite(courier, transfer_id, table, bad)
+                # What it was converted to would be a number that nobody computed: decode's request ends.
+                self._flawed_at(courier, transfer_id, bad)
+                self._give_up_flawed()
                 return
             table.shipped_pages += end - start
-            judged = JudgedFence(data.device, table.verdict, table.request_id)
+            table.flaws = table.flaws or Flaws(partial(self._flawed_at, courier, transfer_id))
+            judged = JudgedFence(encoded, table.flaws, table.verdict, table.request_id)
             fence = self._faults.fence(transfer_id, judged)
-            courier.sender.ship(transfer_id, start, end - start, data, fence)
+            courier.sender.ship(transfer_id, start, end - start, encoded.wire, fence)
 
-    def _encoded(self, page_ids: Sequence[int], want: Want) -> torch.Tensor:
-        """Raises NonfiniteSource."""
-        assert self._layout is not None
-        if want.layout.format == self._layout.format:
-            return self._codec.encode(self._caches, page_ids)
-        conversion = CONVERSIONS[self._layout.format, want.layout.format]
-        return conversion.encode(self._caches, page_ids, want.scales)
+    def _encoded(self, page_ids: Sequence[int], want: Want) -> Encoded:
+        """Raises NonfiniteSource, where it is known at once."""
+        layout = self._layout
+        assert layout is not None
+        if want.layout.format == layout.format:
+            return Encoded(self._codec.encode(self._caches, page_ids))
+        conversion = self._conversions[layout.format, want.layout.format]
+        return conversion.encode(self._caches, page_ids, want.scales, by_slot=layout.by_slot)
 
-    def _give_up_nonfinite(
-        self, courier: Courier, transfer_id: str, table: _Table, bad: NonfiniteSource
-    ) -> None:
-        """Whatever they were converted to would be a number that nobody computed: decode's request ends."""
-        facts = {"page": bad.page, "layer": bad.layer}
-        self._give_up(transfer_id, table, IntegrityCause.NONFINITE_SOURCE, facts)
+    def _flawed_at(self, courier: Courier, transfer_id: str, bad: NonfiniteSource) -> None:
+        """From any thread."""
         courier.later(partial(courier.sender.nonfinite, transfer_id))
+        self._flawed.append((transfer_id, bad))
+
+    def _give_up_flawed(self) -> None:
+        while self._flawed:
+            transfer_id, bad = self._flawed.popleft()
+            facts = {"page": bad.page, "layer": bad.layer}
+            table = self._tables.get(transfer_id) or _Table((), 0, 0)
+            self._give_up(transfer_id, table, IntegrityCause.NONFINITE_SOURCE, facts)
 
     def _give_up_stale(self, courier: Courier, transfer_id: str, table: _Table, lost: PageFault) -> None:
         """What lies in the pages now is another's: it is not read. Decode computes its prompt itself."""

@@ -73,6 +73,9 @@ class HeldFence(Fence):
     ) -> None:
         self._fence, self._holds, self._transfer_id, self._sleep = fence, holds, transfer_id, sleep
 
+    def withheld(self) -> bool:
+        return self._fence.withheld()
+
     def void(self) -> bool:
         return self._fence.void()
 

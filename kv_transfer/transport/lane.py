@@ -34,6 +34,10 @@ class Fence:
         if self._event is not None:
             self._event.synchronize()
 
+    def withheld(self) -> bool:
+        """Once waited for: whether nothing may leave, announced or not. The transfer was given up then."""
+        return False
+
     def void(self) -> bool:
         """Once waited for: whether what was gathered must not be used. It leaves blank then, with a wrong
         checksum: the receiver, who waits for so many bytes, drops them."""
@@ -130,6 +134,8 @@ class Lane:
         try:
             if isinstance(job, SendJob):
                 job.fence.wait()
+                if job.fence.withheld():
+                    return None
                 void = job.fence.void()
                 if void:
                     job.data.zero_()

@@ -1,6 +1,7 @@
 """Two worker halves with real couriers and a real Gloo link, fed step by step as an engine would."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,13 +12,15 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kv_transfer.api.contract import Contract
 from kv_transfer.api.handoff import HandoffReport, Role, Ticket
 from kv_transfer.api.integrity import IntegrityCause, PageFault
-from kv_transfer.api.page import Scales
+from kv_transfer.api.page import Scales, WireFormat
+from kv_transfer.codec import CONVERSIONS, Conversion
 from kv_transfer.connector.config import ConnectorConfig
 from kv_transfer.connector.metadata import ReceiveOrder, SendProgress, StepOrders
 from kv_transfer.connector.step_check import StepCheck
 from kv_transfer.connector.worker_side import WorkerSide
 from tests.support.members import membership_file
 
+Conversions = Mapping[tuple[WireFormat, WireFormat], Conversion]
 BLOCK = 4
 PROMPT = 10
 """Two whole pages and a half."""
@@ -67,6 +70,7 @@ def worker(
     cache_dtype: str = "auto",
     scales: Scales = (),
     contract: Contract = NO_CONTRACT,
+    conversions: Conversions = CONVERSIONS,
 ) -> Worker:
     config = ConnectorConfig.parse(
         {
@@ -81,7 +85,7 @@ def worker(
             "faults": {} if page_faults is None else {"page_faults": str(page_faults)},
         }
     )
-    side = WorkerSide(config, rank, StepCheck(NO_CACHE, checked=False))
+    side = WorkerSide(config, rank, StepCheck(NO_CACHE, checked=False), conversions=conversions)
     caches = {f"layer{i}": torch.zeros(16, 1, BLOCK, 8, dtype=dtype) for i in range(2)}
     side.register(caches, "test", cache_dtype=cache_dtype, scales=scales)
     return Worker(side, caches)

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from kv_transfer.api import (
+    BYTE_WIDE,
     Contract,
     EngineGauges,
     HandoffOutcome,
@@ -22,11 +23,13 @@ from kv_transfer.api import (
     PageFault,
     StartReport,
     Ticket,
+    scale_file_sha256,
 )
 from workers.api import DecodeRequest, FaultKind, FinishReason, Phase, PrefillRequest, Sampling
 from workers.engine.base import Delta, Ending, EngineFault, Prefilled
 from workers.engine.gauges import GaugeClient
 from workers.profile.hardware import Capability, gpu_shortcomings
+from workers.profile.scales import checked_scale_file
 from workers.profile.schema import ModelProfile
 from workers.profile.vllm_args import Device, async_engine_args, engine_args, engine_environment
 
@@ -67,6 +70,9 @@ class VllmEngine:
             membership: lets the engine and its peers speak.
             faults: the connector's faults on purpose; empty outside tests.
             log_file: where the engine's process writes its part of the log; empty: to its standard error.
+
+        Raises:
+            ScaleFileError: the profile names a scale file that is not for this cache.
         """
         self._profile, self._phase, self._device = profile, phase, device
         self._environment = engine_environment(profile, phase, device, host)
@@ -84,6 +90,7 @@ class VllmEngine:
             "integrity": profile.integrity,
             "faults": dict(faults),
             "log_file": log_file,
+            **_cache_settings(profile, phase, device),
         }
         self._arguments = engine_args(profile, phase, model_dir, engine_id, connector, device=device)
         self._gauges = GaugeClient(endpoint, membership)
@@ -208,6 +215,15 @@ def _refuse_unfit(
         raise EngineFault(FaultKind.ENGINE_DEAD, f"{phase}: there is no NVIDIA GPU here")
     if told := list(gpu_shortcomings(profile, phase, found)):
         raise EngineFault(FaultKind.ENGINE_DEAD, "; ".join(told))
+
+
+def _cache_settings(profile: ModelProfile, phase: Phase, device: Device) -> dict[str, Any]:
+    part = profile.phase(phase)
+    narrow = part.format in BYTE_WIDE
+    settings: dict[str, Any] = {"rounded_writes": narrow and device == "cpu" and part.kv_writes == "nearest"}
+    if (path := checked_scale_file(profile, phase)) is not None:
+        settings |= {"scale_file": str(path), "scale_sha256": scale_file_sha256(path)}
+    return settings
 
 
 def _load(arguments: dict[str, Any]) -> Any:

@@ -82,6 +82,12 @@ class PhaseProfile:
     """Of the computation, and of what has no format of its own."""
     kv_format: KvFormat | None = None
     """Format of the cache; None: that of `dtype`. Decode may have a narrower one: pages are converted."""
+    kv_scales: Annotated[str, StringConstraints(pattern=r"^[/~]")] | None = None
+    """Scale file of an FP8 cache, by its full path; `phasegate calibrate` writes it. None: the checkpoint's
+    scales, or 1."""
+    kv_writes: Literal["nearest", "stock"] = "nearest"
+    """How an engine on CPU writes to an FP8 cache: `nearest` rounds; `stock` is vLLM's kernel, which cuts
+    off."""
     cache_gib: Count | None = None
     """Memory for cache pages, in GiB, on each GPU; None: 1, or what `memory_fraction` leaves."""
     memory_fraction: Fraction | None = None
@@ -108,6 +114,8 @@ class PhaseProfile:
                 f"kv_format {self.format} differs from {own}, the format of dtype {self.dtype}: "
                 "an engine cannot convert its own cache"
             )
+        if self.kv_scales is not None and self.format not in BYTE_WIDE:
+            raise ValueError(f"kv_scales: a cache in {self.format} has no scales")
 
     @property
     def cache_size_gib(self) -> int | None:

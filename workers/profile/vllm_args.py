@@ -88,6 +88,18 @@ def _cache_type(profile: ModelProfile, phase: Phase) -> str:
     return wanted.value if wanted in BYTE_WIDE else "auto"
 
 
+def measuring_args(profile: ModelProfile, model_dir: str, *, device: Device = "cpu") -> dict[str, Any]:
+    """Of an engine that computes prompts as prefill does, for nobody: see `workers/engine/ranges.py`."""
+    given = engine_args(profile, Phase.PREFILL, model_dir, "", {}, device=device)
+    for ours in ("kv_transfer_config", "worker_cls", "scheduler_cls"):
+        del given[ours]
+    return given | {
+        "kv_cache_dtype": "auto",
+        "enable_prefix_caching": False,  # what the cache has is not computed again, and not seen
+        "worker_extension_cls": "workers.engine.ranges.RangeWatch",
+    }
+
+
 def _worker(device: Device) -> dict[str, Any]:
     of_device = {"cpu": "worker.PhasegateCPUWorker", "cuda": "worker_cuda.PhasegateGPUWorker"}
     return {"worker_cls": f"kv_transfer.connector.{of_device[device]}"}

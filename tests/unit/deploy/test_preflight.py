@@ -51,6 +51,17 @@ def test_a_machine_that_can_start_has_no_problem_and_nothing_is_made(
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_scale_file_that_is_not_for_the_cache_stands_in_the_way(tmp_path: Path) -> None:
+    decode = {"kv_format": "fp8_e4m3", "kv_scales": str(tmp_path / "none.json")}
+    config = SystemConfig(profile=own_profile(tmp_path, decode=decode))
+    machine = replace(PLENTY, features=lambda: frozenset({"avx512f"}))
+
+    found = told(config, tmp_path / "state", tmp_path / "cache", machine=machine)
+
+    assert "decode.kv_scales: " in found["profile"]
+    assert "none.json: No such file" in found["profile"]
+
+
 @pytest.mark.parametrize("features", [frozenset(), frozenset({"avx512f"})])
 def test_a_format_that_the_processor_cannot_do_stands_in_the_way(
     features: frozenset[str], tmp_path: Path

@@ -27,7 +27,7 @@ def test_every_bf16_value_becomes_what_the_reference_says(target: WireFormat, sc
     cache = every_finite_bf16()
     pages = list(range(len(cache)))
 
-    wire = CONVERSIONS[WireFormat.BF16, target].encode([cache], pages, ((scale, scale),))
+    wire = CONVERSIONS[WireFormat.BF16, target].encode([cache], pages, ((scale, scale),)).wire
 
     largest = LARGEST[target]
     reference = (cache.float() / scale).clamp(-largest, largest).to(FP8[target])
@@ -39,9 +39,21 @@ def test_ties_go_to_the_even_neighbour_and_nothing_is_cut_off() -> None:
     """1.0625 lies half way between 1.0 and 1.125, 1.1875 between 1.125 and 1.25."""
     cache = torch.tensor([1.0625, 1.1875, 1.07, -1.0625] * 8, dtype=torch.bfloat16).view(1, 1, 4, 8)
 
-    wire = CONVERSIONS[WireFormat.BF16, WireFormat.FP8_E4M3].encode([cache], [0], ())
+    wire = CONVERSIONS[WireFormat.BF16, WireFormat.FP8_E4M3].encode([cache], [0], ()).wire
 
     assert wire.view(torch.float8_e4m3fn).float()[:4].tolist() == [1.0, 1.25, 1.125, -1.0]
+
+
+def test_where_each_slot_has_its_k_before_its_v_so_have_the_scales() -> None:
+    caches = [torch.full((3, 2, 4, 8), 12.0, dtype=torch.bfloat16)]
+
+    encoded = CONVERSIONS[WireFormat.BF16, WireFormat.FP8_E4M3].encode(
+        caches, [2, 0], ((1.0, 2.0),), by_slot=True
+    )
+
+    slots = encoded.wire.view(torch.float8_e4m3fn).float().view(2, 2, 4, 2, 4)
+    assert slots[..., 0, :].eq(12).all()
+    assert slots[..., 1, :].eq(6).all()
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
@@ -50,7 +62,7 @@ def test_k_and_v_of_each_layer_have_scales_of_their_own(source: torch.dtype) -> 
     have = WireFormat.FP32 if source is torch.float32 else WireFormat.BF16
     scales: Scales = ((1.0, 2.0), (3.0, 4.0))
 
-    wire = CONVERSIONS[have, WireFormat.FP8_E4M3].encode(caches, [2, 0], scales)
+    wire = CONVERSIONS[have, WireFormat.FP8_E4M3].encode(caches, [2, 0], scales).wire
 
     halves = (
         wire.view(torch.float8_e4m3fn).float().view(2, 2, 2, 2, 16)
@@ -65,7 +77,7 @@ def test_float32_becomes_bfloat16_and_what_is_too_large_the_largest() -> None:
     largest = torch.finfo(torch.float32).max
     cache = torch.tensor([1.00390625, 1.01171875, largest, -largest] * 8).view(1, 1, 4, 8)
 
-    wire = CONVERSIONS[WireFormat.FP32, WireFormat.BF16].encode([cache], [0], ())
+    wire = CONVERSIONS[WireFormat.FP32, WireFormat.BF16].encode([cache], [0], ()).wire
 
     top = torch.finfo(torch.bfloat16).max
     assert wire.view(torch.bfloat16)[:4].tolist() == [1.0, 1.015625, top, -top]
@@ -90,7 +102,7 @@ def test_converted_pages_land_in_the_receivers_cache() -> None:
     source = [torch.randn(6, 2, 4, 8, dtype=torch.bfloat16) for _ in range(2)]
     target = [torch.zeros(6, 2, 4, 8, dtype=torch.uint8) for _ in range(2)]
 
-    wire = CONVERSIONS[WireFormat.BF16, WireFormat.FP8_E4M3].encode(source, [3, 1], ())
+    wire = CONVERSIONS[WireFormat.BF16, WireFormat.FP8_E4M3].encode(source, [3, 1], ()).wire
     assert wire.numel() == 2 * NARROW.page_bytes == CPU.page_bytes
     CODECS[WireFormat.FP8_E4M3].decode(wire, target, [0, 5])
 
@@ -108,8 +120,8 @@ def test_every_conversion_that_is_promised_exists_and_no_other() -> None:
     assert all(have != wanted for have, wanted in promised)
 
 
-def gpu(format: WireFormat) -> Layout:
-    return Layout(layers=2, heads=2, block_size=4, content=8, format=format, interior="cuda/native")
+def gpu(format: WireFormat, isa: str = "native") -> Layout:
+    return Layout(layers=2, heads=2, block_size=4, content=8, format=format, interior=f"cuda/{isa}")
 
 
 @pytest.mark.parametrize(
@@ -131,6 +143,13 @@ def gpu(format: WireFormat) -> Layout:
             ((2.0, 1.0), (1.0, 1.0)),
             "cuda/native is not known",
         ),
+        (
+            gpu(WireFormat.BF16, "by_slot"),
+            gpu(WireFormat.FP8_E4M3, "by_slot"),
+            ((2.0, 1.0), (1.0, 1.0)),
+            "",
+        ),
+        (NARROW, NARROW, (), ""),
     ],
 )
 def test_pages_fit_or_the_difference_is_named(have: Layout, wanted: Layout, scales: Scales, why: str) -> None:
@@ -143,8 +162,9 @@ def test_pages_fit_or_the_difference_is_named(have: Layout, wanted: Layout, scal
 def test_a_conversion_that_cuts_off_would_be_noticed() -> None:
     """The stock CPU kernel writes so; the comparison above is known to see it."""
     cache = every_finite_bf16()
-    rounded = CONVERSIONS[WireFormat.BF16, WireFormat.FP8_E4M3].encode([cache], list(range(len(cache))), ())
-    nearest = rounded.view(torch.float8_e4m3fn).float()
+    pages = list(range(len(cache)))
+    rounded = CONVERSIONS[WireFormat.BF16, WireFormat.FP8_E4M3].encode([cache], pages, ())
+    nearest = rounded.wire.view(torch.float8_e4m3fn).float()
     larger = (nearest.abs() > cache.float().abs().reshape(-1).clamp(max=448)).sum()
 
     assert larger > 1000  # truncation toward zero never gives a larger number

@@ -1,6 +1,6 @@
 """Pages that become another format on their way, between two worker halves with a real link."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,21 @@ import torch
 from kv_transfer.api.errors import TransferCause
 from kv_transfer.api.handoff import HandoffOutcome
 from kv_transfer.api.integrity import IntegrityCause, PageFault
-from kv_transfer.api.page import Scales
+from kv_transfer.api.page import Scales, WireFormat
+from kv_transfer.codec import Encoded
+from kv_transfer.codec.narrow import narrow_torch
 from kv_transfer.connector.layout import read_layout
-from tests.support.worker_pair import BLOCK, PROMPT, Worker, announced, asked, computed, until, worker
+from tests.support.worker_pair import (
+    BLOCK,
+    PROMPT,
+    Worker,
+    announced,
+    asked,
+    computed,
+    some_steps,
+    until,
+    worker,
+)
 
 SCALES: Scales = ((0.5, 2.0), (1.0, 3.0))
 FP8 = {"dtype": torch.uint8, "cache_dtype": "fp8_e4m3", "scales": SCALES}
@@ -88,6 +100,46 @@ def test_a_page_that_holds_no_numbers_ends_its_request_and_no_other(tmp_path: Pa
     fault = PageFault(IntegrityCause.NONFINITE_SOURCE, -1, 0, 0)
     assert decode.faults == ({"d-bad": fault} if integrity else {})
     assert decode.failed == (set() if integrity else {"d-bad"})
+
+
+class Behind:
+    """As on CUDA: what holds no numbers is known when the bytes are about to leave, and not before."""
+
+    def encode(
+        self,
+        caches: Sequence[torch.Tensor],
+        page_ids: Sequence[int],
+        scales: Scales,
+        *,
+        by_slot: bool = False,
+    ) -> Encoded:
+        wire, flaws = narrow_torch(caches, page_ids, WireFormat.FP8_E4M3, scales, by_slot=by_slot)
+        return Encoded(wire, tuple(page_ids), flaws)
+
+
+@pytest.mark.parametrize("flawed", [3, 5], ids=["first", "last"])
+def test_what_is_known_behind_the_host_ends_its_request_before_a_byte_of_it_leaves(
+    tmp_path: Path, flawed: int
+) -> None:
+    """Page 3 leaves alone, the others after it: none may follow it, and none that left is taken."""
+    behind = {**BF16, "conversions": {(WireFormat.BF16, WireFormat.FP8_E4M3): Behind()}}
+    with workers(tmp_path, behind, FP8) as (prefill, decode):
+        fill(prefill, (3, 4, 5, 10, 11, 12))
+        prefill.caches["layer1"][flawed, 0, 2, 3] = float("inf")
+        prefill.step(announced("bad"))
+        decode.step(asked("bad", prefill, (7, 8, 9)))
+        until((prefill, decode), prefill.side._running().sender.wanted)
+        prefill.step(computed("bad", (3, 4, 5), BLOCK))
+        prefill.step(computed("bad", (3, 4, 5), PROMPT))
+        until((prefill, decode), lambda: "d-bad" in decode.received)
+        ship(prefill, decode, "good", (10, 11, 12), (1, 2, 6))
+        some_steps(prefill, decode)
+
+    assert decode.reports["d-bad"].cause is TransferCause.NONFINITE_SOURCE
+    assert decode.faults == {"d-bad": PageFault(IntegrityCause.NONFINITE_SOURCE, -1, 0, 0)}
+    assert decode.reports["d-good"].outcome is HandoffOutcome.SHIPPED
+    assert not decode.caches["layer0"][[7, 8, 9]].any()
+    assert prefill.refused == [IntegrityCause.NONFINITE_SOURCE]
 
 
 HALF: Scales = ((0.5, 0.5), (0.5, 0.5))

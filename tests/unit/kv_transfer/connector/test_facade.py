@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kv_transfer.connector import facade
 from kv_transfer.connector.compat import TESTED, TESTED_ON_CUDA, UntestedVllm
 from kv_transfer.connector.config import ConnectorConfig
-from kv_transfer.connector.layout import UnsupportedCache
+from kv_transfer.connector.layout import SPLIT_BY_SLOT, UnsupportedCache, isa_of
 from tests.support.members import membership_file
 from tests.support.real_scheduler import cache_config
 from tests.support.toy_engine import connected_config
@@ -82,3 +83,27 @@ def test_on_cuda_more_of_vllm_has_to_be_the_tested_one(
     monkeypatch.setattr(facade, "require_tested", untested)
     with pytest.raises(UntestedVllm, match="on CUDA"):
         facade._step_check(config, vllm, cache)
+
+
+def a_cuda_layer(backend: str, *, v_size: int = 64) -> SimpleNamespace:
+    kind = SimpleNamespace(get_name=lambda: backend)
+    return SimpleNamespace(attn_backend=kind, head_size=64, head_size_v=v_size)
+
+
+@pytest.mark.parametrize(
+    ("layers", "isa"),
+    [
+        ([], "native"),
+        ([SimpleNamespace(isa="vec")], "vec"),
+        ([a_cuda_layer("FLASH_ATTN"), a_cuda_layer("TRITON_ATTN")], "by_slot"),
+        ([a_cuda_layer("FLASH_ATTN"), a_cuda_layer("FLASHINFER")], "native"),
+        ([a_cuda_layer("FLASH_ATTN", v_size=32)], "native"),
+        ([SimpleNamespace()], "native"),
+    ],
+    ids=["none", "cpu", "split", "one is not known", "sizes differ", "no backend"],
+)
+def test_how_pages_lie_inside_is_known_for_backends_that_were_read(
+    layers: list[SimpleNamespace], isa: str
+) -> None:
+    assert isa_of(layers) == isa
+    assert set(AttentionBackendEnum.__members__) >= SPLIT_BY_SLOT

@@ -127,6 +127,32 @@ def test_bytes_are_not_looked_at_before_the_engines_work_on_them_is_done() -> No
     lane.close()
 
 
+class WithheldFence(Fence):
+    def withheld(self) -> bool:
+        return True
+
+
+def test_what_is_withheld_is_neither_announced_nor_sent_and_the_link_goes_on() -> None:
+    there, here = LoopbackLink.pair()
+    sender = Lane("out", lambda: there, no_link_down)
+    receiver = Lane("in", lambda: here, no_link_down)
+    said: queue.SimpleQueue[int] = queue.SimpleQueue()
+    heard: queue.SimpleQueue[int] = queue.SimpleQueue()
+    ended: Ended = queue.SimpleQueue()
+    for lane in (sender, receiver):
+        lane.start()
+    receiver.submit(RecvJob(torch.ones(9, dtype=torch.uint8), lambda checksum, _: heard.put(checksum)))
+    for count, fence in ((5, WithheldFence(CPU)), (9, Fence(CPU))):
+        sender.submit(SendJob(some_bytes(count), fence, said.put, ended.put))
+
+    assert heard.get(timeout=5) == checksum(some_bytes(9))
+    assert [ended.get(timeout=5) for _ in range(2)] == [None, None]
+    assert said.get(timeout=5) == checksum(some_bytes(9))
+    assert said.empty()
+    sender.close()
+    receiver.close()
+
+
 class VoidFence(Fence):
     def void(self) -> bool:
         return True

@@ -1,15 +1,36 @@
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.api import HandoffOutcome, HandoffReport, IntegrityCause, PageFault
+from kv_transfer.api import (
+    HandoffOutcome,
+    HandoffReport,
+    IntegrityCause,
+    LayerScales,
+    PageFault,
+    ScaleFile,
+    ScaleFileError,
+    WireFormat,
+    encode_scale_file,
+    scale_file_sha256,
+)
 from tests.unit.workers.profile.test_vllm_args import a_profile
 from workers.api import FaultKind, Phase
 from workers.engine.base import EngineFault
-from workers.engine.vllm_engine import _raise_if_failed, _refuse_unfit, capability_here, local_hit
+from workers.engine.vllm_engine import (
+    _cache_settings,
+    _raise_if_failed,
+    _refuse_unfit,
+    capability_here,
+    local_hit,
+)
+from workers.profile.schema import parse_profile
+from workers.profile.vllm_args import Device
 
 BLOCK = 16
 
@@ -73,3 +94,48 @@ def test_of_a_machine_without_a_gpu_vllm_says_so() -> None:
         pytest.skip("there is a GPU here")
 
     assert capability_here() is None
+
+
+def settings(device: Device, **decode: Any) -> dict[str, Any]:
+    raw = {
+        "name": "own",
+        "model_id": "own",
+        "weights": {"path": "/m"},
+        "context_length": 64,
+        "decode": decode,
+    }
+    return _cache_settings(parse_profile(raw, source="test"), Phase.DECODE, device)
+
+
+@pytest.mark.parametrize(
+    ("device", "decode", "rounded"),
+    [
+        ("cpu", {}, False),
+        ("cpu", {"kv_format": "fp8_e4m3"}, True),
+        ("cpu", {"kv_format": "fp8_e5m2", "kv_writes": "nearest"}, True),
+        ("cpu", {"kv_format": "fp8_e4m3", "kv_writes": "stock"}, False),
+        ("cuda", {"kv_format": "fp8_e4m3"}, False),  # kernels there round by themselves
+    ],
+)
+def test_an_engine_on_cpu_rounds_what_it_writes_to_an_fp8_cache(
+    device: Device, decode: dict[str, Any], rounded: bool
+) -> None:
+    assert settings(device, **decode) == {"rounded_writes": rounded}
+
+
+def test_an_engine_is_told_its_scale_file_and_which_bytes_it_held(tmp_path: Path) -> None:
+    path = tmp_path / "scales.json"
+    file = ScaleFile(
+        version=1,
+        format=WireFormat.FP8_E4M3,
+        source_revision=None,
+        layers=(LayerScales(name="a", k=0.5, v=2.0),),
+    )
+    with pytest.raises(ScaleFileError, match=r"^decode.kv_scales: "):
+        settings("cpu", kv_format="fp8_e4m3", kv_scales=str(path))
+    path.write_bytes(encode_scale_file(file))
+
+    told = settings("cpu", kv_format="fp8_e4m3", kv_scales=str(path))
+
+    assert told["scale_file"] == str(path)
+    assert told["scale_sha256"] == scale_file_sha256(path)
