@@ -1,36 +1,33 @@
-"""What engines of a tiny model say of their keys, values and scales, in a process of their own.
+"""A tiny model with scales of its own: measured, or loaded as a decode worker with an FP8 cache loads it.
 
-    python -m tests.support.scales_child FOLDER      one JSON object out
-
-Measures the model in one engine, writes a scale file of it, and loads the model again as a decode worker with
-an FP8 cache would. That worker stops where vLLM looks at the processor: after loading, before the cache.
+python -m tests.support.scaled_model FOLDER      measures it twice; one JSON object out
 """
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from kv_transfer.api import LayerScales, ScaleFile, WireFormat, encode_scale_file, scale_file_sha256
+from kv_transfer.api import scale_file_sha256
 from tests.support.members import membership_file
 from tests.support.tiny_model import VOCABULARY, random_llama
 from workers.api import Phase
 from workers.engine.ranges import measure
 from workers.profile.schema import ModelProfile, parse_profile
-from workers.profile.vllm_args import engine_args
+from workers.profile.vllm_args import engine_args, engine_environment
 
 PROMPTS = [[(7 * i * i + 3 * n) % (VOCABULARY - 3) + 3 for i in range(40 + n)] for n in range(3)]
 
 
-def a_profile(model: Path) -> ModelProfile:
-    phase = {"dtype": "float32"}
+def tiny_profile(model: Path) -> ModelProfile:
     raw = {
         "name": "tiny",
         "model_id": "tiny",
         "weights": {"path": str(model)},
         "context_length": 256,
-        "prefill": phase,
-        "decode": phase | {"kv_format": "fp8_e4m3"},
+        "prefill": {"dtype": "float32"},
+        "decode": {"dtype": "float32", "kv_format": "fp8_e4m3"},
     }
     return parse_profile(raw, source="tiny")
 
@@ -50,8 +47,13 @@ def by_transformers(model: Path) -> list[tuple[float, float]]:
     return seen
 
 
-def loaded(profile: ModelProfile, model: Path, folder: Path, scales: Path) -> dict[str, Any]:
-    """The layers of a decode worker that has its weights."""
+def loaded_layers(model: Path, folder: Path, scales: Path) -> dict[str, Any]:
+    """vLLM's attention layers of a decode worker that has its weights, in this process.
+
+    The worker goes no further: vLLM looks at the processor when it makes an FP8 cache.
+    """
+    profile = tiny_profile(model)
+    os.environ.update(engine_environment(profile, Phase.DECODE, "cpu", "127.0.0.1"))
     from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -70,28 +72,14 @@ def loaded(profile: ModelProfile, model: Path, folder: Path, scales: Path) -> di
     transfer = KVTransferConfig(**arguments["kv_transfer_config"])
     config = EngineArgs(**arguments | {"kv_transfer_config": transfer}).create_engine_config()
     UniProcExecutor(config)
-    layers = config.compilation_config.static_forward_context
-    return {
-        name: [layer._k_scale_float, layer._v_scale_float, type(layer.impl).__name__]
-        for name, layer in layers.items()
-    }
+    layers: dict[str, Any] = config.compilation_config.static_forward_context
+    return layers
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    model = random_llama(folder / "model")
-    profile = a_profile(model)
-    seen = measure(profile, str(model), PROMPTS, device="cpu")
-    scales = folder / "scales.json"
-    layers = tuple(LayerScales(name=name, k=k / 7, v=v / 3) for name, (k, v) in seen.items())
-    file = ScaleFile(version=1, format=WireFormat.FP8_E4M3, source_revision=None, layers=layers)
-    scales.write_bytes(encode_scale_file(file))
-    told = {
-        "measured": list(seen.values()),
-        "transformers": by_transformers(model),
-        "file": {layer.name: [layer.k, layer.v] for layer in layers},
-        "loaded": loaded(profile, model, folder, scales),
-    }
+    model = random_llama(Path(sys.argv[1]))
+    seen = measure(tiny_profile(model), str(model), PROMPTS, device="cpu")
+    told = {"measured": seen, "transformers": by_transformers(model)}
     sys.stdout.write("\n" + json.dumps(told) + "\n")
 
 

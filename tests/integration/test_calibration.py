@@ -1,5 +1,6 @@
-"""`phasegate calibrate` on the embedded model: its ranges are those that other texts gave."""
+"""What is measured is what caches hold; and the embedded model's ranges are those that other texts gave."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,24 @@ from kv_transfer.api import WireFormat, read_scale_file
 ROOT = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.long, pytest.mark.vllm]
+
+
+def test_an_engine_measures_what_the_cache_of_another_implementation_holds(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.support.scaled_model", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+
+    assert list(told["measured"]) == [f"model.layers.{i}.self_attn.attn" for i in range(2)]
+    for mine, theirs in zip(told["measured"].values(), told["transformers"], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
 
 
 @pytest.mark.timeout(600)
