@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from kv_transfer.api import Contract
-from workers.profile.fingerprint import contract_of
+from workers.profile.fingerprint import contract_from, contract_of
+from workers.profile.model_folder import read_folder
 from workers.profile.schema import ModelProfile, parse_profile
 
 CONFIG: Final[dict[str, Any]] = {
@@ -114,4 +115,6 @@ def contracts(tmp_path: Path, difference: Difference) -> tuple[Contract, Contrac
     """Read off two folders that differ so and not otherwise."""
     one, other = write_model(tmp_path / "one"), write_model(tmp_path / "other")
     difference.change(other)
-    return contract_of(profile(), one), contract_of(profile(), other, scales_sha256=difference.scales_sha256)
+    return contract_of(profile(), one), contract_from(
+        read_folder(other), scales_sha256=difference.scales_sha256
+    )

@@ -80,6 +80,7 @@ def real_parts(
 
     Raises:
         ModelFolderError: the model folder says nothing of its model, or nothing that can be read.
+        ScaleFileError: the profile's scale file cannot be used.
     """
     engine_id = secrets.token_hex(16)
     contract = contract_of(config.model_profile(), Path(config.model_dir))

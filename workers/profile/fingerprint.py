@@ -13,7 +13,9 @@ from typing import Any, Final
 import msgspec
 
 from kv_transfer.api import Contract
+from workers.api import Phase
 from workers.profile.model_folder import ModelFolder, read_folder
+from workers.profile.scales import scale_file_sha256
 from workers.profile.schema import ModelProfile
 
 _LONGEST_FACT: Final = 100
@@ -42,17 +44,17 @@ _SPECIAL: Final = ("bos_token", "eos_token", "add_bos_token", "add_eos_token")
 _canonical = msgspec.json.Encoder(order="sorted").encode
 
 
-def contract_of(profile: ModelProfile, folder: Path, *, scales_sha256: str = "") -> Contract:
+def contract_of(profile: ModelProfile, folder: Path) -> Contract:
     """The contract of an engine that loads this folder for this profile.
-
-    Args:
-        scales_sha256: of the file with the caches' scales, in hex; empty: there is none.
 
     Raises:
         ModelFolderError
+        ScaleFileError: decode's scale file cannot be used.
     """
     return contract_from(
-        read_folder(folder), source_revision=profile.source_revision, scales_sha256=scales_sha256
+        read_folder(folder),
+        source_revision=profile.source_revision,
+        scales_sha256=scale_file_sha256(profile, Phase.DECODE),
     )
 
 
@@ -62,6 +64,7 @@ def contract_from(
     """
     Args:
         source_revision: as the profile says it; what the folder itself has recorded goes before it.
+        scales_sha256: of the file with the scales of decode's cache, in hex; empty: there is none.
     """
     config = {**folder.config, **(folder.config.get("text_config") or {})}
     return Contract(

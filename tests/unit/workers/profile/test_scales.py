@@ -7,7 +7,9 @@ import pytest
 
 from kv_transfer.api import LayerScales, ScaleFile, ScaleFileError, WireFormat, encode_scale_file
 from kv_transfer.api import scale_file_sha256 as sha256_of
+from tests.support.model_folders import write_model
 from workers.api import Phase
+from workers.profile.fingerprint import contract_of
 from workers.profile.scales import checked_scale_file, scale_file_sha256
 from workers.profile.schema import ModelProfile, ProfileError, parse_profile
 
@@ -46,6 +48,14 @@ def test_a_fitting_file_is_found_and_named_by_its_bytes(
     assert scale_file_sha256(profile, Phase.DECODE) == sha256_of(path)
     assert checked_scale_file(profile, Phase.PREFILL) is None
     assert scale_file_sha256(profile, Phase.PREFILL) == ""
+
+
+def test_engines_whose_decode_has_other_scales_have_other_contracts(tmp_path: Path) -> None:
+    folder, path = write_model(tmp_path / "model"), a_file(tmp_path)
+    without, with_file = (contract_of(a_profile(scales), folder) for scales in (None, path))
+
+    assert with_file.scale_file == {"sha256": sha256_of(path)}
+    assert without.difference(with_file).startswith("scale file: sha256 none against ")
 
 
 @pytest.mark.parametrize(
