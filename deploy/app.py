@@ -33,6 +33,7 @@ from workers.pools.decode import DecodeReplica
 from workers.pools.prefill import PrefillReplica
 from workers.pools.replica import QUEUE_FACTOR, real_parts
 from workers.profile.fingerprint import contract_of
+from workers.profile.model_folder import ModelFolderError
 from workers.profile.schema import ModelProfile, dump_profile, parse_profile
 from workers.profile.vllm_args import KEEP_LOGGING, Device, engine_environment
 from workers.telemetry import Telemetry
@@ -139,15 +140,23 @@ class GatewayDeployment(GatewayReplica):
         bind_internal_server(config.host)
         secrets = read_gateway_secrets(Path(secrets_file))
         telemetry = GatewayTelemetry(self._tracing.tracer)
+        read_contract = partial(
+            contract_of, parse_profile(profile, source="gateway"), Path(config.model.model_dir)
+        )
+        contract = read_contract()
         super().__init__(
             config,
             secrets,
             prefill,
             decode,
             membership=of_this_system(),
-            contract=contract_of(parse_profile(profile, source="gateway"), Path(config.model.model_dir)),
+            contract=contract,
             telemetry=telemetry,
         )
+        if told := contract.disagreement(
+            read_contract(), ours="the model folder before", theirs="after reading it"
+        ):
+            raise ModelFolderError(told)
         await self.start()
         watch.ready()
         # Serve sends it nothing new then: refusing what is already on its way would help nobody.

@@ -137,6 +137,7 @@ def _replica(
         engine_id=engine_id,
         replica_id=f"{kind.phase}-{engine_id[:4]}",
         contract=contract,
+        read_contract=lambda: contract_of(profile, model),
         registry=registry,
         open_sink=board.open,
     )

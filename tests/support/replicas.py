@@ -130,6 +130,8 @@ class Bench:
     )
     telemetry: Telemetry = field(default_factory=Telemetry)
     contract: Contract = field(default_factory=Contract)
+    folder: Contract | None = None
+    """What the folder says when the engine has loaded it; None: the same."""
 
     def parts(self, engine_id: str) -> Parts:
         return Parts(
@@ -137,6 +139,7 @@ class Bench:
             engine_id=engine_id,
             replica_id=f"replica-{engine_id}",
             contract=self.contract,
+            read_contract=lambda: self.folder if self.folder is not None else self.contract,
             registry=self.registry,
             open_sink=self.board.open,
             now=self.clock.now,

@@ -63,6 +63,8 @@ class Parts:
     replica_id: str
     contract: Contract
     """Of the folder that the engine loads."""
+    read_contract: Callable[[], Contract]
+    """Of the same folder as it is now."""
     registry: PeerRegistry
     open_sink: OpenSink
     now: Callable[[], float] = time.monotonic
@@ -83,13 +85,15 @@ def real_parts(
         ScaleFileError: the profile's scale file cannot be used.
     """
     engine_id = secrets.token_hex(16)
-    contract = contract_of(config.model_profile(), Path(config.model_dir))
+    read_contract = partial(contract_of, config.model_profile(), Path(config.model_dir))
+    contract = read_contract()
     log.info("%s replica %s: contract %s", phase, replica_id, contract.short)
     return Parts(
         engine=_engine(config, phase, engine_id, membership, replica_id, contract=contract),
         engine_id=engine_id,
         replica_id=replica_id,
         contract=contract,
+        read_contract=read_contract,
         registry=RayRegistry(),
         open_sink=partial(ZmqSink, membership=membership),
         holds=holds_in(config.holds()),
@@ -157,6 +161,7 @@ class Replica:
         """
         try:
             await self._engine.start()
+            await self._check_folder()
             gauges = await self._engine.gauges()
             await self._parts.registry.publish(self._parts.engine_id, gauges.control_addresses)
         except BaseException:
@@ -167,6 +172,15 @@ class Replica:
         self._started_at = self._parts.wall_ns() // 10**9
         self._beating = asyncio.create_task(self._beat(gauges))
         log.info("%s replica %s ready, engine %s", self.phase, self._parts.replica_id, self._parts.engine_id)
+
+    async def _check_folder(self) -> None:
+        """Loading takes a while: what is in the engine now must be what its contract says."""
+        now = await asyncio.to_thread(self._parts.read_contract)
+        told = self._parts.contract.disagreement(
+            now, ours="the model folder before", theirs="after loading it"
+        )
+        if told:
+            raise EngineFault(FaultKind.ENGINE_DEAD, told)
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new; return when nobody is inside. After `grace_s` who is left ends with a fault."""

@@ -193,3 +193,17 @@ async def test_metadata_for_routers_is_plain_data() -> None:
         "pid": os.getpid(),
     }
     await settle()
+
+
+async def test_a_folder_that_changes_while_it_is_loaded_is_not_served() -> None:
+    """What the engine has of it nobody knows."""
+    bench = Bench(contract=Contract(rope={"theta": "1"}), folder=Contract(rope={"theta": "2"}))
+    replica = DecodeReplica(bench.config, bench.parts("d1"))
+
+    with pytest.raises(
+        EngineFault, match="the model folder before and after loading it differ in rope: theta 1 against 2"
+    ):
+        await replica.start()
+
+    assert bench.engine.closed == 1
+    assert "d1" not in bench.registry.engines
