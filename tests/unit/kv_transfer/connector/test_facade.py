@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -48,6 +49,13 @@ def test_a_model_with_two_cache_groups_is_refused(tmp_path: Path) -> None:
     config = connected_config(tmp_path, integrity=True)
     with pytest.raises(UnsupportedCache, match="2 cache groups"):
         facade.PhasegateConnector(config, KVConnectorRole.WORKER, cache_config(9, (None, 64)))
+
+
+def test_page_faults_on_purpose_are_refused_where_they_cannot_be_made(tmp_path: Path) -> None:
+    faults = {"page_faults": str(tmp_path)}
+    assert a_config(tmp_path, faults=faults).faults.page_faults == str(tmp_path)
+    with pytest.raises(msgspec.ValidationError, match=r"faults\.page_faults"):
+        a_config(tmp_path, backend="nccl", faults=faults)
 
 
 @pytest.mark.parametrize(

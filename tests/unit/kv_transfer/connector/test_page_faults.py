@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.kv_cache_utils import KVCacheBlockCopy, make_block_hash_with_group_id
+from vllm.v1.request import RequestStatus
 
+from kv_transfer.api.errors import TransferCause
 from kv_transfer.api.handoff import HandoffOutcome, HandoffReport
 from kv_transfer.api.integrity import IntegrityCause as Cause
 from kv_transfer.api.integrity import PageFault
@@ -420,3 +422,76 @@ def test_pages_that_came_are_looked_at_once_more_when_the_request_is_told(
     engine.run()
     assert engine.answers["a"].reason == ("error" if changed else "length")
     engine.balanced()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["failed", "told before", "gone"])
+def test_pages_that_nobody_waits_for_any_more_are_not_looked_at(engine_of: Engines, how: str) -> None:
+    """Its next pages may have the same numbers."""
+    engine = engine_of()
+    engine.add("a", PROMPTS["a"], salt="a")
+    engine.step()
+    pages = engine.keeper.tables["a"][0]
+    engine.guard.expect("a", pages)
+    came = HandoffReport(outcome=HandoffOutcome.SHIPPED, pages=3)
+    if how == "told before":
+        engine.guard.after_step(engine.scheduler, None, WorkerNews({"a": came}))
+    elif how == "gone":
+        engine.guard.gone("a")
+    engine.guard.ledger._retag(pages[1], 0)
+    if how == "failed":
+        came = HandoffReport(outcome=HandoffOutcome.RECOMPUTED, cause=TransferCause.DEADLINE)
+    engine.guard.after_step(engine.scheduler, None, WorkerNews({"a": came}))
+
+    assert engine.guard.ending(engine.scheduler) == {}
+
+
+@pytest.mark.timeout(60)
+def test_of_requests_that_are_taken_out_nothing_is_left_in_the_step(engine_of: Engines) -> None:
+    """The model runner would miss what it needs of them, or compute them all the same."""
+    engine = engine_of()
+    for name in "ab":
+        engine.add(name, PROMPTS[name][:40], salt=name)
+    engine.step()
+    engine.add("c", PROMPTS["c"][:40], salt="c")
+    engine.add("new", PROMPTS["c"][:40], salt="new")
+    for name in ("a", "new"):
+        engine.guard._flag(engine.scheduler, name, PageFault(Cause.FREED, 1, 2, 3))
+    step = engine.scheduler.schedule()
+
+    cached = step.scheduled_cached_reqs
+    assert step.num_scheduled_tokens == {"b": 1, "c": 40}
+    assert step.total_num_scheduled_tokens == 41
+    assert [new.req_id for new in step.scheduled_new_reqs] == ["c"]
+    assert cached.req_ids == ["b"]
+    assert cached.num_computed_tokens == [40]
+    assert len(cached.new_block_ids) == len(cached.num_output_tokens) == 1
+    assert engine.scheduler.prev_step_scheduled_req_ids == {"b", "c"}
+
+
+@pytest.mark.timeout(60)
+def test_a_request_that_has_ended_and_holds_its_pages_is_not_ended_again(engine_of: Engines) -> None:
+    engine = engine_of()
+    engine.add("a", PROMPTS["a"], salt="a")
+    engine.step()
+    status, engine.scheduler.requests["a"].status = (
+        engine.scheduler.requests["a"].status,
+        RequestStatus.FINISHED_LENGTH_CAPPED,
+    )
+    engine.guard._flag(engine.scheduler, "a", PageFault(Cause.FREED, 1, 2, 3))
+
+    assert engine.guard.ending(engine.scheduler) == {}
+    engine.scheduler.requests["a"].status = status
+    assert engine.guard.ending(engine.scheduler) == {}, "nor remembered"
+
+
+@pytest.mark.timeout(60)
+def test_a_request_with_the_name_of_one_that_was_ended_is_another(engine_of: Engines) -> None:
+    right = answers(engine_of())["a"]
+    engine = engine_of()
+    answers(engine, Once(*(ENDS["first entry"][0], AFTER["decode"])))
+    for name in ("between", "a"):
+        engine.add(name, PROMPTS["a"], salt="a")
+        engine.run()
+
+    assert (engine.answers["a"].reason, engine.answers["a"].tokens) == ("length", right)

@@ -225,3 +225,86 @@ def test_pages_of_one_that_was_right_are_found_after_an_abort(engine_of: Engines
     assert not engine.guard.mismatches()
     assert answers_right(engine, "after")
     engine.balanced()
+
+
+@pytest.mark.timeout(60)
+@ON_DEVICE
+@pytest.mark.parametrize("aborted", [False, True], ids=["ends", "aborted"])
+@pytest.mark.parametrize("boundary", [96, 108], ids=["between pages", "within a page"])
+def test_pages_of_its_earlier_steps_are_there_and_those_of_the_step_in_which_it_was_wrong_are_not(
+    engine_of: Engines, boundary: int, aborted: bool, on_device: bool
+) -> None:
+    """`one` computes its prompt in two steps, and is wrong in the second; two others have its first pages."""
+    engine = engine_of(ahead=True, on_device=on_device)
+    text = [token % 90 for token in range(150)]
+    engine.add("one", text, salt="s")
+    engine.add("early", [3] * 20)
+    engine.scheduler.max_num_scheduled_tokens = boundary
+    engine.step()
+    engine.scheduler.max_num_scheduled_tokens = 128
+    assert engine.keeper.plan == {"one": (0, boundary)}
+    engine.mischief = wrong_entry
+    for name, length in (("three pages", 97), ("four pages", 129)):
+        engine.add(name, text[:length], salt="s")
+    fly(engine)
+    assert engine.mischief is None
+    assert [engine.keeper.plan[name][0] for name in ("one", "three pages", "four pages")] == [
+        boundary,
+        96,
+        128,
+    ]
+    if aborted:
+        engine.scheduler.finish_requests("one", RequestStatus.FINISHED_ABORTED)
+    engine.run()
+
+    assert causes(engine) == {"four pages": Cause.STALE_PREFIX} | ({} if aborted else {"one": Cause.FREED})
+    assert engine.answers["three pages"].tokens == right_answer(text[:97], 12)
+    assert engine.guard.mismatches() == {Cause.FREED: 1, Cause.STALE_PREFIX: 1}
+    engine.balanced()
+
+
+@pytest.mark.timeout(60)
+@ON_DEVICE
+def test_a_request_that_was_aborted_with_two_wrong_steps_under_way_is_counted_once(
+    engine_of: Engines, on_device: bool
+) -> None:
+    engine = engine_of(ahead=True, on_device=on_device)
+    engine.mischief = wrong_entry
+    engine.add("one", PROMPT, salt="s")
+    fly(engine)
+    engine.mischief = wrong_entry
+    fly(engine)
+    assert engine.mischief is None
+    engine.scheduler.finish_requests("one", RequestStatus.FINISHED_ABORTED)
+    engine.run()
+
+    assert engine.guard.mismatches() == {Cause.FREED: 1}
+    engine.balanced()
+
+
+@pytest.mark.timeout(60)
+@AHEAD
+@pytest.mark.parametrize("told", [True, False], ids=["with news", "without"])
+def test_what_was_given_back_is_forgotten_when_its_steps_are_known(
+    engine_of: Engines, ahead: bool, told: bool
+) -> None:
+    engine = engine_of(ahead=ahead)
+    engine.add("one", PROMPT, salt="s")
+    engine.add("longer", [3] * 20, max_tokens=40)
+    engine.step()
+    (page, tag), *_ = engine.guard.ledger.row("one", 0)
+    parted = engine.scheduler.kv_cache_manager.parted
+    engine.scheduler.finish_requests("one", RequestStatus.FINISHED_ABORTED)
+    assert parted.who_had(page, tag) == {"one"}
+    fly(engine)
+    while engine._flying:
+        step, output = engine._flying.popleft()
+        assert (
+            parted.who_had(page, tag) == ({"one"} if ahead and len(engine._flying) == 1 else set())
+            or not ahead
+        )
+        if not told:
+            output.kv_connector_output.kv_connector_worker_meta = None
+        engine.scheduler.update_from_output(step, output)
+
+    assert parted.who_had(page, tag) == set()

@@ -73,9 +73,38 @@ def test_tables_are_checked_between_their_making_and_all_who_read_them(
     assert (check.counts.steps, check.counts.unchecked) == (1, 0)
 
 
+def wrong_tables() -> Tables:
+    return Tables(
+        torch.tensor([[7, 4]], dtype=torch.int32),
+        torch.tensor([BLOCK + 1], dtype=torch.int32),
+        torch.tensor([0, 1], dtype=torch.int32),
+        torch.tensor([4 * BLOCK], dtype=torch.int64),
+    )
+
+
+def test_a_verdict_is_known_to_those_who_ship_and_is_told_with_its_step_alone() -> None:
+    check = a_check()
+    check.check_tables(["a"], [wrong_tables()])
+
+    assert check.verdict().read().keys() == {"a"}
+    assert check.take_verdict().read().keys() == {"a"}
+    assert check.take_verdict().read() == check.verdict().read() == {}
+
+
+def test_a_step_is_checked_once_and_only_where_it_has_rows() -> None:
+    check = a_check()
+    check.check_tables(["a"], [wrong_tables()])
+    check.check_tables(["a"], [wrong_tables()])
+    check.before_step(CheckOrders(LedgerDelta(), {}, Rights()), [], [])
+    check.check_tables([], [wrong_tables()])
+
+    assert (check.counts.steps, check.counts.unchecked) == (1, 0)
+
+
 def test_a_step_that_no_check_saw_counts_as_unchecked() -> None:
     check = a_check()
-    check.before_forward(None, SimpleNamespace(attn_metadata=None))
+    for _ in range(2):
+        check.before_forward(None, SimpleNamespace(attn_metadata=None))
     empty = CheckOrders(LedgerDelta(), {}, Rights())
     check.before_step(empty, [], [])
     check.before_forward(empty, SimpleNamespace(attn_metadata=None))

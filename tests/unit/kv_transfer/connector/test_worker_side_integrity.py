@@ -5,12 +5,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from kv_transfer.api.errors import TransferCause
 from kv_transfer.api.faults import PageFaultKind
+from kv_transfer.api.handoff import Role, Ticket
 from kv_transfer.api.integrity import IntegrityCause, PageFault
-from kv_transfer.connector.metadata import CheckOrders, Held, SendProgress, StepOrders
+from kv_transfer.connector.metadata import CheckOrders, Held, ReceiveOrder, SendProgress, StepOrders
+from kv_transfer.connector.receiver import Outcome, PageGroup
 from kv_transfer.connector.step_check import StepCheck
+from kv_transfer.connector.worker_side import Finished
 from kv_transfer.integrity.delta import LedgerDelta
 from kv_transfer.integrity.device import Seen, Sighting
 from kv_transfer.integrity.prestep import Rights
@@ -88,6 +92,56 @@ def test_pages_are_shipped_only_while_they_have_the_tags_under_which_they_were_g
     cause = TransferCause.STALE_TRANSFER if changed else None
     assert decode.reports["d-t"].cause is cause
     assert prefill.refused == ([IntegrityCause.STALE_TRANSFER] if changed else [])
+
+
+def test_pages_are_shipped_under_the_tags_told_last_and_are_given_up_once(
+    pair: tuple[Worker, Worker],
+) -> None:
+    """The prompt is computed in two steps; page 4, of the second, is another request's by then."""
+    prefill, decode = pair
+    tags = {3: 30, 4: 40, 5: 50}
+    checked(prefill, tags)
+    prefill.step(announced("t"))
+    first = SendProgress("t", (3,), BLOCK, PROMPT, "r", (30,))
+    prefill.step(StepOrders(progress=[first]))
+    decode.step(asked("t", prefill, (7, 8, 9)))
+    until((prefill, decode), lambda: "t" in prefill.side._courier.sender.wanted())
+    tell(prefill, {4: 41})
+    whole = SendProgress("t", tuple(tags), PROMPT, PROMPT, "r", tuple(tags.values()))
+    orders = StepOrders(progress=[whole])
+    prefill.side.after_forward(orders)
+    prefill.side.after_forward(StepOrders())
+    until((prefill, decode), lambda: decode.received == ["d-t"])
+
+    assert decode.reports["d-t"].cause is TransferCause.STALE_TRANSFER
+    assert prefill.refused == [IntegrityCause.STALE_TRANSFER]
+
+
+def test_pages_of_an_earlier_transfer_that_changed_hands_do_not_end_a_request_that_waits_for_others(
+    pair: tuple[Worker, Worker],
+) -> None:
+    _, decode = pair
+    checked(decode, {7: 70, 8: 80})
+    old = ReceiveOrder(
+        "d", Ticket(transfer_id="old", role=Role.RECEIVE, peer_engine="prefill"), 0, (7,), (70,)
+    )
+    new = ReceiveOrder(
+        "d", Ticket(transfer_id="new", role=Role.RECEIVE, peer_engine="prefill"), 0, (8,), (80,)
+    )
+    tell(decode, {7: 71})
+    decode.side._open_receives["d"] = "new"
+    finished = Finished(set(), set(), set())
+    group = PageGroup(0, 1, torch.zeros(1))
+    decode.side._finish_receive(decode.side._running(), Outcome(old, (group,), 0.0, None), finished)
+    assert finished == Finished(set(), set(), set())
+    assert decode.side.take_news().faults == {}
+
+    tell(decode, {8: 81})
+    decode.side._finish_receive(
+        decode.side._running(), Outcome(new, (group,), 0.0, TransferCause.DEADLINE), finished
+    )
+    assert finished == Finished(set(), {"d"}, set()), "it ends, and computes nothing itself"
+    assert decode.side.take_news().faults.keys() == {"d"}
 
 
 def test_a_ticket_of_an_earlier_start_of_the_engine_is_refused_and_counted(

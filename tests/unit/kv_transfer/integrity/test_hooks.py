@@ -14,8 +14,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kv_transfer.api.integrity import IntegrityCause
-from kv_transfer.integrity.hooks import UnwatchablePool, WatchedHashes, WatchedQueue, watch
+from kv_transfer.integrity.hooks import UnwatchablePool, WatchedHashes, WatchedQueue, reconcile, watch
 from kv_transfer.integrity.shadow import GroupShape
+from kv_transfer.integrity.tags import domain_of, tag_domain
 from tests.support.real_scheduler import BLOCK, Life, a_request, cache_config, engine_config, scheduler_of
 from tests.support.twice import first_page_given_again
 
@@ -206,6 +207,120 @@ def test_a_pool_that_is_in_use_is_not_watched(life_of: LifeOf) -> None:
 
     with pytest.raises(UnwatchablePool, match="1 pages are in use"):
         watch(life.scheduler.kv_cache_manager)
+
+
+def test_a_pool_whose_pages_hold_something_is_not_watched(life_of: LifeOf) -> None:
+    """Whose it is would never be known."""
+    life = life_of(20)
+    life.pool.cached_block_hash_to_block.insert("key", life.pool.blocks[1])
+
+    with pytest.raises(UnwatchablePool):
+        watch(life.scheduler.kv_cache_manager)
+
+
+@pytest.mark.parametrize("way", ["popleft", "popleft_n", "remove"])
+def test_a_page_is_told_of_whichever_way_it_leaves_the_queue(life_of: LifeOf, way: str) -> None:
+    life = life_of(20)
+    queue = life.pool.free_block_queue
+    block = queue.get_all_free_blocks()[0]
+    getattr(queue, way)(*{"popleft": (), "popleft_n": (1,), "remove": (block,)}[way])
+
+    assert not life.ledger.is_free(block.block_id)
+
+
+@pytest.mark.parametrize("way", ["append", "append_n", "prepend_n"])
+def test_a_page_in_use_stays_out_of_the_queue_whichever_way_it_would_come(life_of: LifeOf, way: str) -> None:
+    two = Two(life_of(20))
+    block, queue = two.blocks("a")[0], two.pool.free_block_queue
+    before = queue.num_free_blocks
+    getattr(queue, way)(block if way == "append" else [block])
+
+    assert block not in queue.get_all_free_blocks()
+    assert queue.num_free_blocks == before
+    assert two.life.ledger.take_flagged().keys() == {"a"}
+
+
+def test_of_two_pages_with_one_hash_the_right_one_is_found(life_of: LifeOf) -> None:
+    life = life_of(20)
+    hashes, first, second = life.pool.cached_block_hash_to_block, *life.pool.blocks[1:3]
+    life.ledger.serve("a", 7)
+    hashes.insert("key", first)
+    hashes.insert("key", second)
+    life.ledger.unbound("key", first.block_id)
+
+    assert hashes.get_one_block("key") is second
+    assert life.ledger.counts == {IntegrityCause.STALE_PREFIX: 1}
+
+
+def test_pages_have_their_tenants_domain_and_nobody_is_served_between_calls(life_of: LifeOf) -> None:
+    two = Two(life_of(20))
+    ledger, manager = two.life.ledger, two.life.scheduler.kv_cache_manager
+    domains = [tag_domain(ledger.tag(two.blocks(name)[0].block_id)) for name in "ab"]
+    assert domains == [domain_of("A"), domain_of("B")]
+    request = two.life.scheduler.requests["a"]
+    assert ledger.serving is None
+    manager.get_computed_blocks(request)
+    assert ledger.serving is None
+    manager.cache_blocks(request, 70)
+    assert ledger.serving is None
+    manager.allocate_slots(request, 1)
+    assert ledger.serving is None
+
+
+def test_pages_that_are_hashed_after_the_forward_are_found_by_their_tenant(life_of: LifeOf) -> None:
+    """vLLM's asynchronous scheduler hashes what a request answered when it knows the tokens."""
+    life = life_of(20, kind=AsyncScheduler)
+    two = Two(life, steps=40)
+    text = list(two.life.scheduler.requests["a"].all_token_ids)
+    assert len(text) > 97
+    asks = a_request("again", text[:97], 5, "A", life.hasher)
+
+    _, tokens, _ = life.scheduler.kv_cache_manager.get_computed_blocks(asks)
+    assert tokens == 96
+    assert not life.ledger.counts
+
+
+def test_a_window_that_moves_on_between_steps_flags_nobody(life_of: LifeOf) -> None:
+    life = life_of(40, FULL, WINDOW)
+    two = Two(life, steps=3)
+    life.scheduler.kv_cache_manager.remove_skipped_blocks("a", 200)
+
+    extents = life.ledger.extents("a")
+    assert extents[1][0] > 0
+    assert two.life.ledger.row("a", 1)[0] == (0, 0)
+    reconcile(life.ledger, life.scheduler)
+    assert life.ledger.take_flagged() == {}
+
+
+@pytest.mark.parametrize("pending", [True, False], ids=["copy pending", "no copy"])
+def test_references_of_copies_that_have_to_run_are_explained(life_of: LifeOf, pending: bool) -> None:
+    two = Two(life_of(20))
+    (manager,) = two.life.scheduler.kv_cache_manager.coordinator.single_type_managers
+    source, target = two.blocks("a")[0], two.blocks("b")[0]
+    for block in (source, target):
+        block.ref_cnt += 1
+        two.life.ledger.touched(block.block_id)
+    if pending:
+        manager._pending_cow_copies.append((source, target))
+    reconcile(two.life.ledger, two.life.scheduler)
+
+    assert two.life.ledger.take_flagged().keys() == (set() if pending else {"a", "b"})
+
+
+def test_what_a_condemned_request_found_is_found_again(life_of: LifeOf) -> None:
+    """Others wrote it."""
+    two = Two(life_of(20))
+    prompt = [ord("a") + i % 7 for i in range(70)]
+    for name in ("c", "again"):
+        asks = a_request(name, prompt, 5, "A", two.life.hasher)
+        if name == "c":
+            two.life.scheduler.add_request(asks)
+            two.steps()
+            assert two.blocks("c")[0] is two.blocks("a")[0]
+            two.end("c")
+    _, tokens, _ = two.life.scheduler.kv_cache_manager.get_computed_blocks(asks)
+
+    assert tokens == 64
 
 
 # -- what vLLM's pool can do, as its source says: a new way past the hooks fails here

@@ -8,7 +8,7 @@ from kv_transfer.api.integrity import IntegrityCause, PageFault
 from kv_transfer.integrity.base import CHECKS, NullLedger
 from kv_transfer.integrity.delta import LedgerDelta
 from kv_transfer.integrity.ledger import GenerationLedger
-from kv_transfer.integrity.tags import tag_domain
+from kv_transfer.integrity.tags import NO_DOMAIN, tag_domain
 from tests.support.toy_pool import ToyPool
 
 PAGES = 12
@@ -354,3 +354,48 @@ def test_whoever_gets_a_page_that_was_freed_too_early_is_not_to_blame(bench: Ben
     assert bench.step() == {}
     assert bench.ledger.owners(page) == {"b"}
     assert bench.ledger.lost("a", [[page]], bench.pool.references.__getitem__) == [(0, 0)]
+
+
+def test_a_reference_for_its_content_that_nobody_took_ends_the_owners(bench: Bench) -> None:
+    bench.pool.admit("a", A, 1)
+    assert bench.step() == {}
+
+    bench.pool.touch(bench.page("a", 0))
+
+    assert bench.causes() == {"a": DOUBLE}
+
+
+def test_a_hash_that_was_made_for_nobody_leads_nobody_to_its_page(bench: Bench) -> None:
+    """Not those either who have no salt, and so no domain."""
+    page = bench.pool.allocate()
+    bench.ledger.bound("key", page)
+    bench.ledger.serve("x", NO_DOMAIN)
+    refused = bench.ledger.hit_refusal("key", page)
+
+    assert refused is not None
+    assert refused.cause is IntegrityCause.FOREIGN_DOMAIN
+
+
+def test_the_null_page_in_a_table_is_nobodys(bench: Bench) -> None:
+    page = bench.pool.allocate()
+    bench.ledger.serve("a", A)
+    bench.ledger.touched(page)
+    bench.ledger.grow("a", [[0, 0]])
+
+    assert bench.ledger.row("a", 0) == [(0, 0), (0, 0)]
+    assert bench.ledger.owners(0) == frozenset()
+    assert bench.ledger.take_flagged() == {}
+
+
+def test_a_page_that_is_found_and_stays_in_the_queue_ends_its_finder(bench: Bench) -> None:
+    """The pool would give it out once more."""
+    bench.pool.admit("a", A, 1)
+    bench.pool.publish("a", 0)
+    page = bench.page("a", 0)
+    bench.pool.finish("a")
+    bench.ledger.serve("b", A)
+    bench.ledger.touched(page)
+    bench.pool.references[page] += 1
+    bench.ledger.grow("b", [[page]])
+
+    assert bench.causes() == {"b": FREED}

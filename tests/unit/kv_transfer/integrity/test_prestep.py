@@ -48,6 +48,17 @@ def test_nothing_is_copied_from_another_tenant(pool: ToyPool) -> None:
     assert rights_of(ledger, [], [(page, 3)]).copy == {}
 
 
+def test_nothing_is_copied_from_a_page_that_was_given_back(pool: ToyPool) -> None:
+    """It keeps its tenant's domain until somebody gets it."""
+    (ledger,) = pool.ledgers
+    pool.admit("c", 1, 1)
+    page = pool.tables["c"][0][-1]
+    assert rights_of(ledger, [], [(page, 3)]).copy.keys() == {(page, 3)}
+    pool.finish("c")
+
+    assert rights_of(ledger, [], [(page, 3)]).copy == {}
+
+
 def test_what_is_rightful_runs(pool: ToyPool) -> None:
     (ledger,) = pool.ledgers
     judged = judge([2], [(1, 3)], rights_of(ledger, [2], [(1, 3)]), ledger.tag)
@@ -88,5 +99,25 @@ def test_a_page_that_changed_hands_on_the_way_is_neither_cleared_nor_copied(pool
 
     assert (judged.clear, judged.copies) == ([], [])
     assert Counter(judged.refused) == Counter([ZERO, COPY])
+    assert {name: (fault.cause, fault.found) for name, fault in judged.faults.items()} == {
+        "a": (ZERO, 0),
+        "b": (COPY, 0),
+    }
+
+
+@pytest.mark.parametrize("changed", [1, 3], ids=["source", "target"])
+def test_a_copy_needs_both_its_pages_as_they_were(pool: ToyPool, changed: int) -> None:
+    (ledger,) = pool.ledgers
+    rights = rights_of(ledger, [], [(1, 3)])
+    judged = judge([], [(1, 3)], rights, lambda page: 0 if page == changed else ledger.tag(page))
+
+    assert judged.copies == []
+    assert judged.faults.keys() == {"b"}
+
+
+def test_rights_are_something_where_there_is_anything_to_clear_or_to_copy(pool: ToyPool) -> None:
+    (ledger,) = pool.ledgers
+
     assert not Rights()
-    assert rights
+    assert rights_of(ledger, [2], [])
+    assert rights_of(ledger, [], [(1, 3)])

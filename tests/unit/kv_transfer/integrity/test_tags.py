@@ -39,3 +39,9 @@ def test_a_salt_has_a_domain_of_its_own_and_no_salt_has_none() -> None:
     assert len(domains) == 50
     assert max(domains) < 1 << DOMAIN_BITS
     assert domain_of("salt 1") == domain_of("salt 1")
+
+
+def test_a_salt_has_a_domain_at_either_end_of_the_range() -> None:
+    """The digests of these two leave no remainder, and the largest one."""
+    assert domain_of("salt 223587") == 1
+    assert NO_DOMAIN < domain_of("salt 812559") < 1 << DOMAIN_BITS

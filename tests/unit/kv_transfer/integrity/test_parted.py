@@ -1,0 +1,31 @@
+"""What was given back is remembered until it is known what became of the steps that were under way."""
+
+from kv_transfer.integrity.parted import NOTHING, GivenBack, Parted
+
+WHAT = GivenBack([[(0, 0), (3, 103)], [(4, 104)]], [[None, 3], [None]], told=False)
+
+
+def test_who_had_a_page_had_it_under_the_same_tag() -> None:
+    parted = Parted()
+    parted.add("a", WHAT)
+    parted.add("b", GivenBack([[(3, 99)], []], [[3], []], told=True))
+
+    assert [parted.who_had(3, 103), parted.who_had(4, 104), parted.who_had(3, 99)] == [{"a"}, {"a"}, {"b"}]
+    assert parted.who_had(4, 103) == set()
+
+
+def test_what_was_given_back_is_taken_once() -> None:
+    parted = Parted()
+    parted.add("a", WHAT)
+
+    assert [parted.take("a"), parted.take("a"), parted.take("b")] == [WHAT, NOTHING, NOTHING]
+
+
+def test_it_is_forgotten_when_the_last_step_that_was_put_together_by_then_is_known() -> None:
+    parted = Parted()
+    for step in (1, 2, 3):
+        parted.step = step
+        parted.add(f"r{step}", WHAT)
+    parted.settled(2)
+
+    assert parted.who_had(3, 103) == {"r3"}
