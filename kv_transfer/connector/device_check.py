@@ -2,15 +2,16 @@
 copies them. Only vLLM's second runner has such a place; steps of the first count as unchecked."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from kv_transfer.connector.layout import UnsupportedCache
 from kv_transfer.connector.metadata import CheckOrders
 from kv_transfer.connector.step_check import StepCheck, shapes_of
-from kv_transfer.integrity.device import NOTHING_SEEN, DeviceChecker, Judge, Seen, Verdict
+from kv_transfer.integrity.device import NOTHING_SEEN, DeviceChecker, Judge, Seen, Verdict, Verdicts
 from kv_transfer.integrity.prestep import Copy
 from kv_transfer.integrity.verify import Tables
 
@@ -51,6 +52,10 @@ def tables_of(input_batch: Any, block_tables: Any, slot_mappings: Any) -> list[T
     ]
 
 
+_UNDER_WAY: Final = 3
+"""Of older steps the scheduler has heard: who was wrong in them, or leant on such, is in no step any more."""
+
+
 class DeviceCheck(StepCheck):
     def __init__(
         self,
@@ -64,6 +69,7 @@ class DeviceCheck(StepCheck):
         super().__init__(cache, checked=True, now=now, on_device=self._on_device)
         self._orders: CheckOrders | None = None
         self._verdict: Verdict | Seen = NOTHING_SEEN
+        self._recent: deque[Verdict] = deque(maxlen=_UNDER_WAY)
 
     def bind_runner(self, runner: Any) -> None:
         self._require_sizes(runner.block_tables.block_sizes)
@@ -82,7 +88,9 @@ class DeviceCheck(StepCheck):
         """
         orders, self._orders = self._orders, None
         if orders is not None and request_ids:
-            self._verdict = self._on_device.check(list(enumerate(groups)), request_ids, orders.plan)
+            verdict = self._on_device.check(list(enumerate(groups)), request_ids, orders.plan)
+            self._verdict = verdict
+            self._recent.append(verdict)
 
     def before_forward(self, orders: CheckOrders | None, context: "ForwardContext") -> set[str]:
         """The check was queued before; nothing is known yet of what is wrong."""
@@ -91,8 +99,8 @@ class DeviceCheck(StepCheck):
             self._orders = None
         return set(self._faults)
 
-    def verdict(self) -> Verdict | Seen:
-        return self._verdict
+    def verdict(self) -> Verdicts:
+        return Verdicts(tuple(self._recent))
 
     def take_verdict(self) -> Verdict | Seen:
         verdict, self._verdict = self._verdict, NOTHING_SEEN

@@ -12,6 +12,7 @@ from kv_transfer.connector.metadata import CheckOrders, StepOrders, WorkerNews
 from kv_transfer.integrity.base import NullLedger, PageLedger
 from kv_transfer.integrity.causes import explain
 from kv_transfer.integrity.checker import CheckCounts
+from kv_transfer.integrity.delta import LedgerDelta
 from kv_transfer.integrity.device import Sighting
 from kv_transfer.integrity.hooks import reconcile, watch
 from kv_transfer.integrity.ledger import GenerationLedger
@@ -103,9 +104,10 @@ class Guard:
         plan = _plan(output)
         parted = self._manager.parted
         parted.step += 1
-        return CheckOrders(
-            ledger.take_delta(), plan, rights, emptied=had_some and not plan, number=parted.step
-        )
+        delta = ledger.take_delta()
+        leans = _leans(ledger, delta)
+        emptied = had_some and not plan
+        return CheckOrders(delta, plan, rights, emptied=emptied, number=parted.step, leans=leans)
 
     def after_step(self, scheduler: "Scheduler", orders: CheckOrders | None, news: object) -> None:
         """Take in what the worker found in the step of these orders."""
@@ -228,6 +230,18 @@ class Guard:
         self._ending[request_id] = fault
         self._manager.condemned.add(request_id)
         log.error("page integrity: the request ends", extra=_told(request_id, fault))
+
+
+def _leans(ledger: GenerationLedger, delta: LedgerDelta) -> dict[str, set[str]]:
+    """Whose pages the requests of this step found. Writers of pages stay known while steps are under way, and
+    who found a page found those before it, too: nobody leans on others through others alone."""
+    leans: dict[str, set[str]] = {}
+    for grown in delta.grown:
+        found = [page for page, own in zip(grown.pages, grown.own, strict=True) if not own]
+        writers = {writer for page in found if (writer := ledger.writer(page)) is not None}
+        if others := writers - {grown.request_id}:
+            leans.setdefault(grown.request_id, set()).update(others)
+    return leans
 
 
 def _told(request_id: str, fault: PageFault) -> dict[str, object]:

@@ -6,7 +6,7 @@ Lanes ask, on their threads; a transfer's pages leave on one lane.
 from collections.abc import Callable
 
 from kv_transfer.codec import Encoded, NonfiniteSource
-from kv_transfer.integrity.device import Seen, Verdict
+from kv_transfer.integrity.device import Verdicts
 from kv_transfer.transport.lane import Fence
 
 
@@ -27,15 +27,19 @@ class Flaws:
 
 
 class JudgedFence(Fence):
-    """What a flagged request computed is not shipped, and what holds no numbers is not converted."""
+    """What a flagged request computed is not shipped, nor what was computed from pages that such a one was to
+    write; and what holds no numbers is not converted."""
 
-    def __init__(self, encoded: Encoded, flaws: Flaws, verdict: Verdict | Seen, request_id: str) -> None:
+    def __init__(
+        self, encoded: Encoded, flaws: Flaws, verdicts: Verdicts, request_ids: frozenset[str]
+    ) -> None:
+        """`request_ids`: none of them may be flagged."""
         super().__init__(encoded.wire.device)
         self._encoded, self._flaws = encoded, flaws
-        self._verdict, self._request_id = verdict, request_id
+        self._verdicts, self._request_ids = verdicts, request_ids
 
     def withheld(self) -> bool:
         return self._flaws.withhold(self._encoded)
 
     def void(self) -> bool:
-        return self._request_id in self._verdict.read()
+        return not self._request_ids.isdisjoint(self._verdicts.read())

@@ -66,6 +66,9 @@ class CheckOrders:
     """Every request of the step was taken out of it."""
     number: int = 0
     """Of the step."""
+    leans: dict[str, set[str]] = field(default_factory=dict)
+    """By request that got pages by their content in this step: who writes these, or wrote them in steps of
+    which it is not known whether they were right."""
 
 
 @dataclass

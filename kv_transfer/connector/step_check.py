@@ -14,7 +14,7 @@ from kv_transfer.api.integrity import IntegrityCause, PageFault
 from kv_transfer.connector.layout import UnsupportedCache
 from kv_transfer.connector.metadata import CheckOrders
 from kv_transfer.integrity.checker import CheckCounts, Checker
-from kv_transfer.integrity.device import NOTHING_SEEN, DeviceChecker, Seen, Verdict
+from kv_transfer.integrity.device import NO_VERDICTS, NOTHING_SEEN, DeviceChecker, Seen, Verdict, Verdicts
 from kv_transfer.integrity.prestep import Copy, judge
 from kv_transfer.integrity.shadow import GroupShape
 from kv_transfer.integrity.tags import NO_TAG
@@ -159,9 +159,9 @@ class StepCheck:
                 return PageFault(IntegrityCause.STALE_TRANSFER, page, tag, int(known[page]))
         return None
 
-    def verdict(self) -> Verdict | Seen:
-        """Of the step that is under way, from a device that is not waited for."""
-        return NOTHING_SEEN
+    def verdict(self) -> Verdicts:
+        """Of the steps that are under way, from a device that is not waited for."""
+        return NO_VERDICTS
 
     def take_verdict(self) -> Verdict | Seen:
         """The same, when the step has been queued."""

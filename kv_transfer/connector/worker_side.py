@@ -7,7 +7,7 @@ kernel writes it, or the reverse.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from kv_transfer.connector.metadata import SendProgress, StepOrders, WorkerAddre
 from kv_transfer.connector.receiver import Outcome
 from kv_transfer.connector.sender import Want
 from kv_transfer.connector.step_check import StepCheck
-from kv_transfer.integrity.device import NOTHING_SEEN, Seen, Verdict
+from kv_transfer.integrity.device import NO_VERDICTS, Verdicts
 from kv_transfer.integrity.tags import NO_TAG
 from kv_transfer.testing.faults import Faults
 from kv_transfer.testing.table_faults import TableFaults
@@ -58,8 +58,10 @@ class _Table:
     request_id: str = ""
     tags: tuple[int, ...] = ()
     """Of the pages, when the request was given them; none without a ledger."""
-    verdict: Verdict | Seen = NOTHING_SEEN
-    """Of the step that wrote to the pages last, where it comes later than the step."""
+    verdicts: Verdicts = NO_VERDICTS
+    """Of the step that wrote to the pages last, and of those under way with it, where they come later."""
+    leans: frozenset[str] = frozenset()
+    """Requests whose pages this one found."""
     shipped_pages: int = 0
     """Of the wanted pages, how many have left."""
     flaws: Flaws | None = None
@@ -181,9 +183,11 @@ class WorkerSide:
 
     def after_forward(self, orders: StepOrders) -> None:
         """Note how far pages are written, and ship those that are complete and asked for."""
+        leans = {} if orders.check is None else orders.check.leans
         for progress in orders.progress:
-            if progress.request_id not in self._flagged:
-                self._note(progress)
+            found_of = leans.get(progress.request_id, set())
+            if self._flagged.isdisjoint({progress.request_id, *found_of}):
+                self._note(progress, found_of)
         courier = self._running()
         for transfer_id, want in courier.sender.wanted().items():
             table = self._tables.get(transfer_id)
@@ -225,7 +229,7 @@ class WorkerSide:
         self._closed.discard(transfer_id)
         self._live.discard(transfer_id)
 
-    def _note(self, progress: SendProgress) -> None:
+    def _note(self, progress: SendProgress, leans: Set[str]) -> None:
         table = self._tables.get(progress.transfer_id)
         if table is None:
             table = self._tables[progress.transfer_id] = _Table(
@@ -238,7 +242,8 @@ class WorkerSide:
         else:
             table.page_ids, table.tags = progress.page_ids, progress.tags
             table.computed_tokens = progress.computed_tokens
-        table.verdict = self.check.verdict()
+        table.verdicts = self.check.verdict()
+        table.leans |= leans
 
     def _ship_ready(self, courier: Courier, transfer_id: str, table: _Table, want: Want) -> None:
         assert self._layout is not None
@@ -266,7 +271,7 @@ class WorkerSide:
                 return
             table.shipped_pages += end - start
             table.flaws = table.flaws or Flaws(partial(self._flawed_at, courier, transfer_id))
-            judged = JudgedFence(encoded, table.flaws, table.verdict, table.request_id)
+            judged = JudgedFence(encoded, table.flaws, table.verdicts, table.leans | {table.request_id})
             fence = self._faults.fence(transfer_id, judged)
             courier.sender.ship(transfer_id, start, end - start, encoded.wire, fence)
 

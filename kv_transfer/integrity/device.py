@@ -75,6 +75,20 @@ class Seen:
         return self.sightings
 
 
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """Of the steps that are under way, the one that was queued last among them."""
+
+    steps: tuple[Verdict | Seen, ...] = ()
+
+    def read(self) -> Mapping[str, Sighting]:
+        seen: dict[str, Sighting] = {}
+        for step in self.steps:
+            seen |= step.read()
+        return seen
+
+
+NO_VERDICTS: Final = Verdicts()
 NOTHING_SEEN: Final = Seen({})
 
 

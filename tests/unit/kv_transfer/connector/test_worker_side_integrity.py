@@ -16,7 +16,7 @@ from kv_transfer.connector.receiver import Outcome, PageGroup
 from kv_transfer.connector.step_check import StepCheck
 from kv_transfer.connector.worker_side import Finished
 from kv_transfer.integrity.delta import LedgerDelta
-from kv_transfer.integrity.device import Seen, Sighting
+from kv_transfer.integrity.device import Seen, Sighting, Verdicts
 from kv_transfer.integrity.prestep import Rights
 from kv_transfer.integrity.verify import Finding
 from kv_transfer.testing.table_faults import TableFault
@@ -195,24 +195,45 @@ def test_what_a_flagged_request_computed_is_not_shipped(pair: tuple[Worker, Work
     until((prefill, decode), lambda: decode.received == ["d-t"])
 
 
+def test_what_was_computed_from_pages_of_a_flagged_request_is_not_shipped(
+    pair: tuple[Worker, Worker],
+) -> None:
+    """It is found wrong before the forward, `l` has found what it was to write."""
+    prefill, decode = pair
+    prefill.step(announced("t"))
+    decode.step(asked("t", prefill, (7, 8, 9)))
+    check = CheckOrders(LedgerDelta(), {}, Rights(), leans={"l": {"r"}})
+    orders = StepOrders(progress=[SendProgress("t", (3, 4, 5), PROMPT, PROMPT, "l")], check=check)
+    prefill.side.check.fault("r", PageFault(IntegrityCause.SHIFTED, 3, 1, 2))
+    prefill.side.check_step(orders, SimpleNamespace(attn_metadata={"layer0": None}, slot_mapping={}))
+    prefill.side.after_forward(orders)
+    some_steps(prefill, decode)
+
+    assert decode.received == []
+
+
 class Late(StepCheck):
     """What is wrong is known behind the step."""
 
-    def verdict(self) -> Seen:
-        return Seen({"r": Sighting(0, Finding.READ, 0, 3)})
+    def verdict(self) -> Verdicts:
+        earlier, last = Seen({"r": Sighting(0, Finding.READ, 0, 3)}), Seen({})
+        return Verdicts((earlier, last))
 
 
+@pytest.mark.parametrize("flagged", ["r", "l"], ids=["its own", "what it found"])
 def test_what_turns_out_to_be_wrong_behind_the_step_is_not_received_and_the_next_is(
-    pair: tuple[Worker, Worker],
+    pair: tuple[Worker, Worker], flagged: str
 ) -> None:
+    """Of `r`, or of `l`, that found what `r` was to write; with `s` nothing is wrong."""
     prefill, decode = pair
     prefill.side.check = Late(NO_CACHE, checked=False)
-    for number, (transfer_id, request_id) in enumerate((("t", "r"), ("u", "s"))):
+    for number, (transfer_id, request_id) in enumerate((("t", flagged), ("u", "s"))):
         prefill.step(announced(transfer_id))
         decode.step(asked(transfer_id, prefill, (7 + number,)))
         prefill.write(3 + number, 1.0)
         progress = SendProgress(transfer_id, (3 + number,), BLOCK, BLOCK, request_id)
-        prefill.step(StepOrders(progress=[progress]))
+        check = CheckOrders(LedgerDelta(), {}, Rights(), leans={"l": {"r"}})
+        prefill.step(StepOrders(progress=[progress], check=check))
         until((prefill, decode), lambda transfer_id=transfer_id: f"d-{transfer_id}" in decode.received)
 
     assert decode.failed == {"d-t"}
