@@ -63,7 +63,8 @@ class Plan:
 
     config: SystemConfig
     profile: ModelProfile
-    model_dir: Path
+    model_dirs: Mapping[Phase, Path]
+    """Of each phase's weights. The gateway takes tokenizer and template from prefill's."""
     gateway_secrets: Path
     """A private file with `state_url` and `pepper` (hexadecimal)."""
     logs: Path
@@ -255,7 +256,7 @@ def _pool(name: str, cls: type[Any], plan: Plan, phase: Phase) -> Any:
         max_constructor_retry_count=1,
         request_router_config=RequestRouterConfig(request_router_class="gateway.routing.pinned:PinnedRouter"),
     )(cls)
-    return deployment.bind(replica_config(plan), _watch(plan))
+    return deployment.bind(replica_config(plan, phase), _watch(plan))
 
 
 def _watch(plan: Plan) -> Watch:
@@ -274,7 +275,7 @@ def internal_host(_: Plan) -> str:
     return "127.0.0.1"
 
 
-def replica_config(plan: Plan) -> ReplicaConfig:
+def replica_config(plan: Plan, phase: Phase) -> ReplicaConfig:
     testing = {
         name: value
         for name, value in asdict(plan.config.testing).items()
@@ -283,7 +284,7 @@ def replica_config(plan: Plan) -> ReplicaConfig:
     mode: Literal["dev", "production"] = plan.config.mode
     return ReplicaConfig(
         profile=dump_profile(plan.profile),
-        model_dir=str(plan.model_dir),
+        model_dir=str(plan.model_dirs[phase]),
         host=internal_host(plan),
         device=plan.device,
         logs=str(plan.logs),
@@ -299,7 +300,7 @@ def gateway_config(plan: Plan) -> GatewayConfig:
         model=ModelFacts(
             id=plan.profile.model_id,
             aliases=plan.profile.aliases,
-            model_dir=str(plan.model_dir),
+            model_dir=str(plan.model_dirs[Phase.PREFILL]),
             context_length=plan.profile.context_length,
             block_size=plan.profile.block_size,
         ),

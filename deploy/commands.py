@@ -342,13 +342,14 @@ def calibrate(options: Namespace) -> int:
     from deploy import calibration
     from deploy.local import model_dir
     from deploy.progress import progress_bar
+    from workers.api import Phase
 
     cache = configuration.cache_dir()
     profile = preflight.load_profile(options.profile, cache)
     text = calibration.text_of(options.text or calibration.SAMPLE)
     calibration.refuse_taken(options.out)
     with progress_bar(say) as progress:
-        folder = model_dir(profile, cache, progress)
+        folder = model_dir(profile, Phase.PREFILL, cache, progress)
     file = calibration.calibrate(profile, folder, text)
     calibration.write(file, options.out)
     for line in calibration.summary(file):

@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -39,6 +39,7 @@ from deploy.state import (
 from deploy.trace_files import prune
 from deploy.watch import PartLost, RedisKeeper
 from deploy.yaml_file import told
+from workers.api import Phase
 from workers.profile.schema import ModelProfile
 
 APPLICATION_TIMEOUT_S: Final = 300.0
@@ -62,15 +63,16 @@ class Ready:
     models: tuple[str, ...]
 
 
-def model_dir(profile: ModelProfile, cache: Path, progress: model_store.Progress) -> Path:
-    """The folder of the profile's weights, made or checked now.
+def model_dir(profile: ModelProfile, phase: Phase, cache: Path, progress: model_store.Progress) -> Path:
+    """The folder of the phase's weights, made or checked now.
 
     Raises:
         ModelError: it cannot be used.
     """
-    if profile.weights.embedded is not None:
-        return model_store.prepare(profile.weights.embedded, cache, progress=progress)
-    return preflight.own_model(profile)
+    embedded = profile.weights_of(phase).embedded
+    if embedded is not None:
+        return model_store.prepare(embedded, cache, progress=progress)
+    return preflight.own_model(profile, phase)
 
 
 class Supervisor:
@@ -149,10 +151,10 @@ class Supervisor:
         control.start()
 
         self._say(f"model: {profile.name}")
-        folder = model_dir(profile, self._cache, self._progress)
+        folders = {phase: model_dir(profile, phase, self._cache, self._progress) for phase in Phase}
         self._switch.check()
         state_url = self._start_redis(secrets, undo)
-        self._start_application(profile, folder, runtime, undo)
+        self._start_application(profile, folders, runtime, undo)
         control.use(ServeFleet, "ready")
         undo.callback(self._drain, control)
         on_ready(self._become_ready(profile, state_url, secrets))
@@ -198,7 +200,11 @@ class Supervisor:
         return url
 
     def _start_application(
-        self, profile: ModelProfile, folder: Path, runtime: Runtime, undo: contextlib.ExitStack
+        self,
+        profile: ModelProfile,
+        folders: Mapping[Phase, Path],
+        runtime: Runtime,
+        undo: contextlib.ExitStack,
     ) -> None:
         make_token(self._state.ray_token)
         scratch = Path(runtime.scratch)
@@ -229,7 +235,7 @@ class Supervisor:
         plan = app.Plan(
             config=self._config,
             profile=profile,
-            model_dir=folder,
+            model_dirs=folders,
             gateway_secrets=self._state.gateway_secrets,
             logs=self._state.logs,
         )

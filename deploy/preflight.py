@@ -127,27 +127,27 @@ def load_profile(name: str, cache: Path) -> ModelProfile:
         raise ConfigError(str(bad)) from None
 
 
-def own_model(profile: ModelProfile) -> Path:
-    """The folder that the profile names, checked.
+def own_model(profile: ModelProfile, phase: Phase) -> Path:
+    """The folder that the profile names for this phase, checked.
 
     Raises:
         ModelError: it cannot be used.
     """
-    assert profile.weights.path is not None
-    folder = Path(profile.weights.path).expanduser()
+    path = profile.weights_of(phase).path
+    assert path is not None
+    folder = Path(path).expanduser()
     model = model_store.inspect_own(folder)
     longest = model.context_length
     if profile.context_length > longest:
         raise model_store.ModelError(
             f"context_length: {profile.context_length} is more than the {longest} of the model in {folder}"
         )
-    for phase in Phase:
-        wanted = profile.phase(phase).weight_format
-        if wanted not in ("native", model.weight_format):
-            raise model_store.ModelError(
-                f"{phase}.weight_format: {wanted}, and the model in {folder} holds "
-                f"{model.weight_format or 'another format'}; the nearest that works is native"
-            )
+    wanted = profile.phase(phase).weight_format
+    if wanted not in ("native", model.weight_format):
+        raise model_store.ModelError(
+            f"{phase}.weight_format: {wanted}, and the model in {folder} holds "
+            f"{model.weight_format or 'another format'}; the nearest that works is native"
+        )
     return folder
 
 
@@ -166,13 +166,20 @@ def _profile_problems(config: SystemConfig, cache: Path, machine: Machine) -> It
             checked_scale_file(profile, phase)
         except ScaleFileError as bad:
             yield Mistake("profile", f"{config.profile}: {bad}")
-    if profile.weights.path is not None:
-        try:
-            own_model(profile)
-        except model_store.ModelError as bad:
-            yield Mistake("profile", f"{config.profile}: {bad}")
-    elif model_store.problems(model_store.prepared_dir(model_store.EMBEDDED, cache)):
+    for text in dict.fromkeys(_folder_problems(profile)):
+        yield Mistake("profile", f"{config.profile}: {text}")
+    embedded = any(profile.weights_of(phase).embedded for phase in Phase)
+    if embedded and model_store.problems(model_store.prepared_dir(model_store.EMBEDDED, cache)):
         yield from _preparation_problems(cache, machine)
+
+
+def _folder_problems(profile: ModelProfile) -> Iterator[str]:
+    for phase in Phase:
+        if profile.weights_of(phase).path is not None:
+            try:
+                own_model(profile, phase)
+            except model_store.ModelError as bad:
+                yield str(bad)
 
 
 def _preparation_problems(cache: Path, machine: Machine) -> Iterator[Mistake]:

@@ -56,11 +56,6 @@ def _on_cpu(profile: ModelProfile, phase: Phase, features: frozenset[str]) -> It
             "here; the nearest that works is a profile without gpu, tensor_parallel and memory_fraction "
             "(`phasegate preflight --dry-run` checks this one)"
         )
-    if part.weights is not None and part.weights != profile.weights:
-        yield (
-            f"{phase}.weights: both phases are served from one folder here; the nearest that works is "
-            "`weights` of the model alone"
-        )
     if part.weight_format in ("fp8", "nvfp4"):
         yield (
             f"{phase}.weight_format: weights in {part.weight_format} need a GPU; the nearest that works here "

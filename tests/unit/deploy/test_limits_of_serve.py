@@ -8,6 +8,7 @@ import yaml
 
 from deploy import app
 from deploy.config import ConfigError, LimitsConfig, SystemConfig, parse
+from workers.api import Phase
 from workers.profile.schema import parse_profile
 
 EXACT = Path(__file__).parents[3] / "deploy" / "models" / "exact.yaml"
@@ -17,7 +18,7 @@ def plan(limits: LimitsConfig, ingress: Literal["haproxy", "proxy"] = "haproxy")
     return app.Plan(
         config=SystemConfig(limits=limits, ingress=ingress),
         profile=parse_profile(yaml.safe_load(EXACT.read_text()), source="exact"),
-        model_dir=Path("/model"),
+        model_dirs={Phase.PREFILL: Path("/wide"), Phase.DECODE: Path("/narrow")},
         gateway_secrets=Path("/secrets"),
         logs=Path("/logs"),
     )
@@ -42,6 +43,18 @@ def test_a_burst_for_which_there_is_room_is_not_refused_before_serves_own_proxy(
     gateway = app.build(plan(limits, ingress="proxy"))._bound_deployment
 
     assert gateway.max_queued_requests == 10 + 3
+
+
+def test_each_phase_loads_its_own_folder_and_the_gateway_has_prefills_tokenizer() -> None:
+    two = plan(LimitsConfig())
+
+    assert [app.replica_config(two, phase).model_dir for phase in Phase] == ["/wide", "/narrow"]
+    assert app.gateway_config(two).model.model_dir == "/wide"
+    bound = app.build(two)._bound_deployment.init_args[-2:]
+    assert {b._bound_deployment.name: b._bound_deployment.init_args[0].model_dir for b in bound} == {
+        "Prefill": "/wide",
+        "Decode": "/narrow",
+    }
 
 
 def test_barriers_need_an_absolute_path() -> None:

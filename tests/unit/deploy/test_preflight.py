@@ -1,4 +1,6 @@
+import json
 import os
+import shutil
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -138,6 +140,24 @@ def test_what_is_wrong_with_a_profile_or_its_folder_is_told(
 
     assert found.keys() == {"profile"}
     assert said in found["profile"]
+
+
+def test_each_phase_has_weights_of_its_own_that_hold_what_it_says(tmp_path: Path) -> None:
+    narrow = tmp_path / "narrow"
+    own_profile(tmp_path)
+    shutil.copytree(tmp_path / "model", narrow)
+    config = json.loads((narrow / "config.json").read_text())
+    quantised = {"quant_method": "awq", "bits": 4}
+    (narrow / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    decode = {"weights": {"path": str(narrow)}, "weight_format": "int4"}
+    for format_, wrong in (("bf16", {}), ("int4", {"profile"})):
+        profile = own_profile(tmp_path, prefill={"weight_format": format_}, decode=decode)
+        assert told(SystemConfig(profile=profile), tmp_path / "s", tmp_path).keys() == set(wrong)
+    shutil.rmtree(narrow)
+
+    found = told(SystemConfig(profile=own_profile(tmp_path, decode=decode)), tmp_path / "s", tmp_path)
+
+    assert f"{narrow} is not a folder" in found["profile"]
 
 
 def test_production_refuses_a_scripted_engine_and_weak_secrets_of_the_folder(tmp_path: Path) -> None:

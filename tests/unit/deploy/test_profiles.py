@@ -8,6 +8,7 @@ from deploy.model_store import ModelError, no_progress
 from deploy.preflight import load_profile
 from deploy.profiles import SHIPPED, add, find, known
 from deploy.yaml_file import ConfigError
+from workers.api import Phase
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ def test_an_added_folder_can_be_served_under_a_name_made_from_its_own(cache: Pat
     profile = load_profile("my-model", cache)
     assert added.name == profile.name == "my-model"
     assert profile.context_length == 2048
-    assert model_dir(profile, cache, no_progress) == folder
+    assert {model_dir(profile, phase, cache, no_progress) for phase in Phase} == {folder}
     assert ("my-model", True) in {(each.name, each.own) for each in known(cache)}
 
 
@@ -96,4 +97,4 @@ def test_a_profile_that_wants_more_context_than_the_model_has_is_refused(cache: 
     (folder / "config.json").write_text('{"max_position_embeddings": 1024}')
 
     with pytest.raises(ModelError, match="2048 is more than the 1024"):
-        model_dir(load_profile("mine", cache), cache, no_progress)
+        model_dir(load_profile("mine", cache), Phase.DECODE, cache, no_progress)

@@ -48,7 +48,7 @@ SPARSE = latent(indexer={"index_n_heads": 1, "index_head_dim": 128, "index_topk"
         (a_profile(), "cpu", OLD),
         (SCRIPTED, "cpu", OLD),
         (a_profile(decode={"weight_format": "int4"}), "cpu", OLD),
-        (a_profile(decode={"weights": {"path": "/models/own"}}), "cpu", OLD),
+        (a_profile(decode={"weights": {"path": "/models/other"}}), "cpu", OLD),
     ],
 )
 def test_what_the_machine_can_do_is_no_shortcoming(
@@ -81,11 +81,6 @@ def test_an_fp8_cache_on_an_older_processor_is_told_with_what_works() -> None:
             {"decode": {"weight_format": "nvfp4"}},
             "decode.weight_format: weights in nvfp4 need a GPU",
             "int4 or bf16",
-        ),
-        (
-            {"decode": {"weights": {"path": "/models/other"}}},
-            "decode.weights: both phases are served from one folder here",
-            "`weights` of the model alone",
         ),
         ({"tool_parser": "hermes"}, "tool_parser: answers are not parsed yet", "a profile without it"),
         (
