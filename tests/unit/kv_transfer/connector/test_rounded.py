@@ -4,6 +4,7 @@ vLLM's kernel for BF16 pages runs everywhere. Where a processor has no AVX-512 i
 not, and what it would do (cut off) is done here in torch, behind the real one for BF16.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from kv_transfer.connector.rounded import (
     require_rounded,
     round_writes,
 )
+from kv_transfer.connector.worker import PhasegateCPUWorker
 
 HEADS, SIZE, BLOCK = 3, 64, 32
 TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -111,6 +113,30 @@ def test_an_engine_whose_backend_was_not_taken_does_not_start() -> None:
 
     with pytest.raises(UnroundedWrites, match=r"two: \d+ numbers did not land .* by CPUAttentionBackendImpl"):
         require_rounded(layers, BLOCK, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("fp8_kernel")
+def test_a_worker_tries_its_writes_before_it_is_ready(tmp_path: Path) -> None:
+    told = {
+        "engine_id": "e",
+        "bind_host": "127.0.0.1",
+        "backend": "gloo",
+        "gauges_endpoint": f"ipc://{tmp_path}/gauges",
+        "membership_file": "",
+        "rounded_writes": True,
+    }
+    worker = object.__new__(PhasegateCPUWorker)
+    worker.vllm_config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=told),
+        compilation_config=SimpleNamespace(
+            static_forward_context={"one": a_layer(cpu_attn.CPUAttentionBackendImpl)}
+        ),
+    )
+    worker.cache_config = SimpleNamespace(block_size=BLOCK)
+    worker.model_config = SimpleNamespace(dtype=torch.bfloat16)
+
+    with pytest.raises(UnroundedWrites, match="one"):
+        worker.compile_or_warm_up_model()
 
 
 @pytest.mark.usefixtures("fp8_kernel")
