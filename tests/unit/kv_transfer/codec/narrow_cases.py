@@ -1,4 +1,4 @@
-"""The Triton conversion against torch, bit for bit. Run by `test_narrow_triton.py`, in a process that imports
+"""The Triton conversion against torch, bit for bit. Run by `test_kernels.py`, in a process that imports
 Triton with `TRITON_INTERPRET=1`, or on a GPU."""
 
 import os

@@ -1,4 +1,4 @@
-"""The Triton kernel against the loop over entries. Run by `test_verify_triton.py`, in a process that imports
+"""The Triton kernel against the loop over entries. Run by `test_kernels.py`, in a process that imports
 Triton with `TRITON_INTERPRET=1`, or on a GPU."""
 
 import os
