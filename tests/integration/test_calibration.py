@@ -35,7 +35,7 @@ def test_an_engine_measures_what_the_cache_of_another_implementation_holds(tmp_p
 
 @pytest.mark.timeout(600)
 def test_the_embedded_model_has_the_ranges_that_were_measured_before(model_dir: Path, tmp_path: Path) -> None:
-    """Over 40 prompts of chats and sums its layers' largest keys were 6 to 23, its values at most 15."""
+    """Over 40 prompts of chats and sums the largest keys of its heads were 6 to 23, its values at most 15."""
     out = tmp_path / "scales.json"
     done = subprocess.run(
         [sys.executable, "-m", "deploy.cli", "calibrate", "--profile", "exact", "--out", str(out)],
@@ -54,9 +54,9 @@ def test_the_embedded_model_has_the_ranges_that_were_measured_before(model_dir: 
     assert file.measured.tokens > 2000
     keys = [layer.k_max for layer in file.layers if layer.k_max is not None]
     values = [layer.v_max for layer in file.layers if layer.v_max is not None]
-    assert 4 < min(keys) < 9
+    assert min(keys) > 6
     assert 18 < max(keys) < 28
-    assert 8 < max(values) < 18
+    assert 12 < max(values) < 20
     for layer in file.layers:
         assert layer.k_max is not None
         assert layer.k_max * 2 <= layer.k * 448
