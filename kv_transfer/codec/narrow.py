@@ -22,11 +22,17 @@ TYPES: Final[Mapping[WireFormat, torch.dtype]] = {
 }
 
 
-def narrowed(wide: torch.Tensor, scale: torch.Tensor | float | None, target: WireFormat) -> torch.Tensor:
-    """The rule itself. `scale`: None is 1."""
+def narrowed(floats: torch.Tensor, scale: torch.Tensor | float | None, target: WireFormat) -> torch.Tensor:
+    """The rule itself.
+
+    Args:
+        floats: float32; used up.
+        scale: None is 1.
+    """
     largest = torch.finfo(TYPES[target]).max
-    scaled = wide.float() if scale is None else wide.float() / scale
-    return scaled.clamp(-largest, largest).to(TYPES[target])
+    if scale is not None:
+        floats /= scale
+    return floats.clamp_(-largest, largest).to(TYPES[target])
 
 
 def narrow_torch(
@@ -50,10 +56,10 @@ def narrow_torch(
     )
     flaws = torch.empty(out.shape[:2], dtype=torch.bool, device=first.device)
     for layer, cache in enumerate(caches):
-        wide = torch.index_select(cache, 0, index)
-        torch.logical_not(wide.isfinite().flatten(1).all(1), out=flaws[layer])
+        floats = torch.index_select(cache, 0, index).float()
+        torch.logical_not(floats.isfinite().flatten(1).all(1), out=flaws[layer])
         scale = torch.tensor(scales[layer], device=first.device)[:, None] if scales else None
-        narrow = narrowed(by_k_and_v(wide, by_slot=by_slot), scale, target)
+        narrow = narrowed(by_k_and_v(floats, by_slot=by_slot), scale, target)
         out[layer] = narrow.view(out.shape[1:])
     return out.view(torch.uint8).reshape(-1), flaws
 

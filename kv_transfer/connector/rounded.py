@@ -62,7 +62,8 @@ class RoundedBackend(CPUAttentionBackend):
 
 def on_grid(numbers: torch.Tensor, scale: float, target: WireFormat) -> torch.Tensor:
     """Divided and rounded, in the type that they had: it holds all that the narrow one does."""
-    return narrowed(numbers, None if scale == 1.0 else scale, target).to(numbers.dtype)
+    floats = numbers.to(torch.float32, copy=True)
+    return narrowed(floats, None if scale == 1.0 else scale, target).to(numbers.dtype)
 
 
 def round_writes() -> None:
