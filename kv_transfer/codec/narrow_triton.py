@@ -6,7 +6,7 @@ FP8, and how they round, does not matter. Under `TRITON_INTERPRET=1` it runs on 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -96,19 +96,19 @@ def _queued(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @triton.jit
 def _narrow_page(  # noqa: PLR0917
-    cache: Any,
-    page_stride: Any,
-    head_stride: Any,
-    slot_stride: Any,
-    element_stride: Any,
-    page_ids: Any,
-    wire: Any,
-    flaws: Any,
-    slots: Any,
-    content: Any,
-    size: Any,
-    k_scale: Any,
-    v_scale: Any,
+    cache,
+    page_stride,
+    head_stride,
+    slot_stride,
+    element_stride,
+    page_ids,
+    wire,
+    flaws,
+    slots,
+    content,
+    size,
+    k_scale,
+    v_scale,
     WIDE: tl.constexpr,  # noqa: N803
     SCALED: tl.constexpr,  # noqa: N803
     BY_SLOT: tl.constexpr,  # noqa: N803

@@ -4,7 +4,7 @@ As `verify.check_numpy` and `verify.contain` in one: findings are written, and w
 and write is masked before any attention kernel runs. Under `TRITON_INTERPRET=1` it runs on CPU, for tests.
 """
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -61,24 +61,24 @@ def check_triton(
 
 @triton.jit
 def _check_row(  # noqa: PLR0915, PLR0917
-    table: Any,
-    table_stride: Any,
-    table_width: Any,
-    seq_lens: Any,
-    query_start_loc: Any,
-    slot_mapping: Any,
-    slot_count: Any,
-    slots: Any,
-    computed: Any,
-    starts: Any,
-    pages: Any,
-    own: Any,
-    poison: Any,
-    pages_stride: Any,
-    pages_width: Any,
-    findings: Any,
-    size: Any,
-    window: Any,
+    table,
+    table_stride,
+    table_width,
+    seq_lens,
+    query_start_loc,
+    slot_mapping,
+    slot_count,
+    slots,
+    computed,
+    starts,
+    pages,
+    own,
+    poison,
+    pages_stride,
+    pages_width,
+    findings,
+    size,
+    window,
     CONTAIN: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
