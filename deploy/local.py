@@ -152,6 +152,8 @@ class Supervisor:
 
         self._say(f"model: {profile.name}")
         folders = {phase: model_dir(profile, phase, self._cache, self._progress) for phase in Phase}
+        if apart := preflight.disagreement(profile, folders):
+            raise StartError(f"profile {profile.name}: {apart}")
         self._switch.check()
         state_url = self._start_redis(secrets, undo)
         self._start_application(profile, folders, runtime, undo)

@@ -23,7 +23,9 @@ from deploy.state import Secrets, StateDir, StateError, read_private
 from deploy.yaml_file import ConfigError, Mistake
 from kv_transfer.api import ScaleFileError
 from workers.api import Phase
+from workers.profile.fingerprint import contract_of
 from workers.profile.hardware import shortcomings
+from workers.profile.model_folder import ModelFolderError
 from workers.profile.scales import checked_scale_file
 from workers.profile.schema import ModelProfile, ProfileError, parse_profile
 
@@ -151,6 +153,18 @@ def own_model(profile: ModelProfile, phase: Phase) -> Path:
     return folder
 
 
+def disagreement(profile: ModelProfile, folders: Mapping[Phase, Path]) -> str:
+    """Why engines of these folders would never serve a request together; empty when they would."""
+    if len(set(folders.values())) == 1:
+        return ""
+    try:
+        prefill, decode = (contract_of(profile, folders[phase]) for phase in (Phase.PREFILL, Phase.DECODE))
+    except (ModelFolderError, ScaleFileError) as bad:
+        return str(bad)
+    apart = prefill.disagreement(decode, ours="prefill", theirs="decode")
+    return apart and f"weights: {apart}: both phases must serve one model"
+
+
 def _profile_problems(config: SystemConfig, cache: Path, machine: Machine) -> Iterator[Mistake]:
     try:
         raw, _ = profiles.read(config.profile, cache)
@@ -166,7 +180,7 @@ def _profile_problems(config: SystemConfig, cache: Path, machine: Machine) -> It
             checked_scale_file(profile, phase)
         except ScaleFileError as bad:
             yield Mistake("profile", f"{config.profile}: {bad}")
-    for text in dict.fromkeys(_folder_problems(profile)):
+    for text in dict.fromkeys(_folder_problems(profile)) or _disagreements(profile, cache):
         yield Mistake("profile", f"{config.profile}: {text}")
     embedded = any(profile.weights_of(phase).embedded for phase in Phase)
     if embedded and model_store.problems(model_store.prepared_dir(model_store.EMBEDDED, cache)):
@@ -180,6 +194,17 @@ def _folder_problems(profile: ModelProfile) -> Iterator[str]:
                 own_model(profile, phase)
             except model_store.ModelError as bad:
                 yield str(bad)
+
+
+def _disagreements(profile: ModelProfile, cache: Path) -> Iterator[str]:
+    folders = {phase: _folder(profile, phase, cache) for phase in Phase}
+    if all(map(Path.is_dir, folders.values())) and (apart := disagreement(profile, folders)):
+        yield apart
+
+
+def _folder(profile: ModelProfile, phase: Phase, cache: Path) -> Path:
+    path = profile.weights_of(phase).path
+    return model_store.prepared_dir(model_store.EMBEDDED, cache) if path is None else Path(path).expanduser()
 
 
 def _preparation_problems(cache: Path, machine: Machine) -> Iterator[Mistake]:

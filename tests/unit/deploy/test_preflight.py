@@ -160,6 +160,33 @@ def test_each_phase_has_weights_of_its_own_that_hold_what_it_says(tmp_path: Path
     assert f"{narrow} is not a folder" in found["profile"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "apart"),
+    [
+        ("phasegate.json", {"source_revision": "another"}, "source: revision the parent against another"),
+        (
+            "config.json",
+            {"max_position_embeddings": 512, "dtype": "bfloat16", "rope_theta": 7},
+            "rope: theta none against 7",
+        ),
+    ],
+)
+def test_phases_whose_folders_hold_different_models_are_refused_before_the_start(
+    tmp_path: Path, name: str, content: dict[str, Any], apart: str
+) -> None:
+    other = tmp_path / "other"
+    profile = own_profile(tmp_path, source_revision="the parent", decode={"weights": {"path": str(other)}})
+    shutil.copytree(tmp_path / "model", other)
+    assert told(SystemConfig(profile=profile), tmp_path / "s", tmp_path) == {}
+    (other / name).write_text(json.dumps(content))
+
+    found = told(SystemConfig(profile=profile), tmp_path / "s", tmp_path)
+
+    assert found["profile"].endswith(
+        f"weights: prefill and decode differ in {apart}: both phases must serve one model"
+    )
+
+
 def test_production_refuses_a_scripted_engine_and_weak_secrets_of_the_folder(tmp_path: Path) -> None:
     config = parse({"mode": "production", "profile": own_profile(tmp_path, engine="scripted")}, source="x")
     state = open_state(tmp_path / "s")
