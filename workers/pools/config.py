@@ -48,6 +48,8 @@ class ReplicaConfig:
             raise ReplicaConfigError("testing.drop_bus_frame: counted from 1")
         if self.mode != "dev" and self.profile.get("engine") == "scripted":
             raise ReplicaConfigError("profile.engine: scripted is refused unless mode is dev")
+        if self.mode != "dev" and self.profile.get("integrity") is False:
+            raise ReplicaConfigError("profile.integrity: off is refused unless mode is dev")
 
     def model_profile(self) -> ModelProfile:
         return parse_profile(self.profile, source="replica configuration: profile")

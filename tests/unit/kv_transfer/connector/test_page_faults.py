@@ -483,6 +483,9 @@ def test_a_request_that_has_ended_and_holds_its_pages_is_not_ended_again(engine_
     assert engine.guard.ending(engine.scheduler) == {}
     engine.scheduler.requests["a"].status = status
     assert engine.guard.ending(engine.scheduler) == {}, "nor remembered"
+    for cause in (Cause.FREED, Cause.SHIFTED):
+        engine.guard._flag(engine.scheduler, "a", PageFault(cause, 1, 2, 3))
+    assert engine.guard.ending(engine.scheduler)["a"].cause is Cause.FREED, "what was found first"
 
 
 @pytest.mark.timeout(60)
@@ -495,3 +498,57 @@ def test_a_request_with_the_name_of_one_that_was_ended_is_another(engine_of: Eng
         engine.run()
 
     assert (engine.answers["a"].reason, engine.answers["a"].tokens) == ("length", right)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("taken_out", [False, True], ids=["nothing to do", "all taken out"])
+def test_vllm_has_counted_as_many_steps_done_as_it_has_sent(engine_of: Engines, taken_out: bool) -> None:
+    """One too many, and pages that a step under way reads would be given to others; one too few, and none."""
+    engine = engine_of(ahead=True)
+    engine.add("a", PROMPTS["a"], salt="a")
+    engine.step()
+    engine._take_in()
+    if taken_out:
+        engine.guard._flag(engine.scheduler, "a", PageFault(Cause.FREED, 1, 2, 3))
+    else:
+        engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    engine.step()
+    engine._take_in()
+
+    assert engine.scheduler.sched_step_seq == 1 + taken_out
+    assert engine.scheduler.processed_step_seq == engine.scheduler.sched_step_seq
+
+
+@pytest.mark.timeout(60)
+def test_whoever_was_given_the_last_page_of_a_victim_goes_on(engine_of: Engines) -> None:
+    """It is among those that the victim was to write to in that step."""
+
+    def last_page_freed(engine: ToyEngine, step: Any, tables: Tables, row: int) -> None:
+        engine.pool.free_blocks([engine.pool.blocks[engine.keeper.tables["a"][0][-1]]])
+        engine.add("late", [9] * 70)
+
+    right = answers(engine_of())
+    engine = engine_of(pages=13)
+    got = answers(engine, Once(last_page_freed, AFTER["decode"]))
+
+    assert {name: got[name] for name in "bc"} == {name: right[name] for name in "bc"}
+    assert engine.guard.mismatches() == {Cause.REALLOCATED: 1}
+    assert [engine.answers[name].reason for name in ("a", "late")] == ["error", "length"]
+    engine.balanced()
+
+
+@pytest.mark.timeout(60)
+def test_of_one_that_was_resumed_nothing_is_left_in_the_step_either(engine_of: Engines) -> None:
+    engine = engine_of()
+    for name in "ab":
+        engine.add(name, PROMPTS[name][:40], salt=name)
+    engine.step()
+    request = engine.scheduler.requests["a"]
+    engine.scheduler.running.remove(request)
+    engine.scheduler._preempt_request(request, 0.0)
+    engine.guard._flag(engine.scheduler, "a", PageFault(Cause.FREED, 1, 2, 3))
+    cached = engine.scheduler.schedule().scheduled_cached_reqs
+
+    assert cached.req_ids == ["b"]
+    assert cached.resumed_req_ids == set()
+    assert "a" not in cached.all_token_ids

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kv_transfer.api.integrity import IntegrityCause, PageFault
+from kv_transfer.integrity.causes import NOWHERE
 from kv_transfer.integrity.checker import Checker
 from kv_transfer.integrity.delta import LedgerDelta, RowGrowth
 from kv_transfer.integrity.shadow import GroupShape
@@ -130,7 +131,77 @@ def test_a_wrong_length_ends_its_request(bench: Bench) -> None:
 def test_a_request_that_was_never_told_of_is_flagged(bench: Bench) -> None:
     faults = bench.checker.check([(0, bench.tables)], ["a", "b", "stranger"], bench.plan)
 
-    assert list(faults) == ["stranger"]
+    assert faults == {"stranger": NOWHERE}
+    bench.untouched("a", "b")
+
+
+def test_a_request_that_was_never_told_of_takes_no_pages_from_others(bench: Bench) -> None:
+    """Its slot is -1, which is the last row in numpy's eyes: that of `last`."""
+    room = bench.checker.shadow.room
+    more = [RowGrowth(f"m{n}", 0, 0, [9], [109], [False]) for n in range(room - 4)]
+    bench.checker.apply(LedgerDelta(grown=[*more, RowGrowth("last", 0, 0, [7], [107], [True])]))
+    assert bench.checker.shadow.slot("last") == room - 1
+    bench.pages["last"], bench.plan["last"] = [7], (2, 1)
+    bench.tables = bench.right_tables()
+
+    faults = bench.checker.check(
+        [(0, bench.tables)], ["a", "b", "stranger", "last"], bench.plan | {"stranger": (2, 1)}
+    )
+
+    assert faults.keys() == {"stranger"}
+    bench.untouched("a", "b", "last")
+
+
+def test_who_loses_a_page_takes_none_from_who_has_the_caches_last_one(bench: Bench) -> None:
+    """Where a page was lost -1 stands, which is the last page in numpy's eyes."""
+    last = PAGES - 1
+    bench.checker.apply(
+        LedgerDelta(tags={2: 999}, grown=[RowGrowth("d", 0, 0, [last], [100 + last], [True])])
+    )
+    bench.pages["d"], bench.plan["d"] = [last], (0, 2)
+    bench.tables = bench.right_tables()
+
+    assert bench.check().keys() == {"a"}
+    assert bench.checker.shadow.tags[last] == 100 + last
+    bench.untouched("b", "c", "d")
+
+
+def test_a_page_that_a_flagged_request_only_fills_up_is_not_there_either(bench: Bench) -> None:
+    bench.plan["a"] = (5, 3)
+    bench.checker.apply(
+        LedgerDelta(grown=[RowGrowth("d", 0, 0, [1, 2, 8], [101, 102, 108], [False] * 2 + [True])])
+    )
+    bench.pages["d"], bench.plan["d"] = [1, 2, 8], (8, 1)
+    bench.tables = bench.right_tables()
+    assert bench.check() == {}
+
+    bench.tables.block_table[0, 0] = 7
+
+    assert bench.check().keys() == {"a", "d"}
+    bench.untouched("b", "c")
+
+
+def test_requests_that_come_back_under_their_names_lie_elsewhere(bench: Bench) -> None:
+    """Preempted and resumed: the batch is the same, their rows are not."""
+    assert bench.check() == {}
+    before = [bench.checker.shadow.slot(name) for name in "ac"]
+    grown = [
+        RowGrowth(
+            name,
+            0,
+            0,
+            bench.pages[name],
+            [100 + p for p in bench.pages[name]],
+            [True] * len(bench.pages[name]),
+        )
+        for name in "ca"
+    ]
+    bench.checker.apply(LedgerDelta(dropped=["c", "a"], grown=[grown[1], grown[0]]))
+    if [bench.checker.shadow.slot(name) for name in "ac"] == before:
+        bench.checker.apply(LedgerDelta(dropped=["c", "a"], grown=grown))
+
+    assert [bench.checker.shadow.slot(name) for name in "ac"] != before
+    assert bench.check() == {}
 
 
 def test_who_reads_what_a_flagged_request_was_to_write_is_flagged_with_it(bench: Bench) -> None:

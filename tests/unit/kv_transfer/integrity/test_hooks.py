@@ -268,14 +268,17 @@ def test_pages_have_their_tenants_domain_and_nobody_is_served_between_calls(life
 
 
 def test_pages_that_are_hashed_after_the_forward_are_found_by_their_tenant(life_of: LifeOf) -> None:
-    """vLLM's asynchronous scheduler hashes what a request answered when it knows the tokens."""
-    life = life_of(20, kind=AsyncScheduler)
-    two = Two(life, steps=40)
-    text = list(two.life.scheduler.requests["a"].all_token_ids)
-    assert len(text) > 97
-    asks = a_request("again", text[:97], 5, "A", life.hasher)
+    """Of tokens that were not known when their place was given out, or pages that came from elsewhere."""
+    life = life_of(20)
+    two = Two(life)
+    manager, request = life.scheduler.kv_cache_manager, two.life.scheduler.requests["a"]
+    request.append_output_token_ids([1] * 40)
+    manager.allocate_slots(request, 40, delay_cache_blocks=True)
+    asks = a_request("again", list(request.all_token_ids)[:97], 5, "A", life.hasher)
+    assert manager.get_computed_blocks(asks)[1] == 64
+    manager.cache_blocks(request, 96)
 
-    _, tokens, _ = life.scheduler.kv_cache_manager.get_computed_blocks(asks)
+    _, tokens, _ = manager.get_computed_blocks(asks)
     assert tokens == 96
     assert not life.ledger.counts
 

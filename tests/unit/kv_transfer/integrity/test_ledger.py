@@ -399,3 +399,9 @@ def test_a_page_that_is_found_and_stays_in_the_queue_ends_its_finder(bench: Benc
     bench.ledger.grow("b", [[page]])
 
     assert bench.causes() == {"b": FREED}
+
+
+def test_what_is_no_page_has_no_tag(bench: Bench) -> None:
+    """-1 and what follows the last page stand in tables that went wrong."""
+    assert [bench.ledger.tag_if_page(page) for page in (-1, PAGES)] == [None, None]
+    assert bench.ledger.tag_if_page(PAGES - 1) == bench.ledger.tag(PAGES - 1)

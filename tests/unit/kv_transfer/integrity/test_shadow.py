@@ -86,3 +86,14 @@ def test_a_page_may_be_dropped_and_given_to_another_in_one_step() -> None:
     assert shadow.slot("a") == -1
     assert shadow.rows[0].pages[shadow.slot("c"), 0] == 4
     assert np.count_nonzero(shadow.rows[0].pages == 4) == 1
+
+
+def test_the_place_of_one_that_is_gone_is_given_to_another() -> None:
+    shadow = a_shadow()
+    room = shadow.room
+    for number in range(3 * room):
+        shadow.apply(LedgerDelta(grown=[RowGrowth(f"r{number}", 0, 0, [6], [106], [True])]))
+        shadow.apply(LedgerDelta(dropped=[f"r{number}"]))
+
+    assert shadow.room <= 2 * room
+    assert not shadow._holders[6]

@@ -25,6 +25,15 @@ def test_production_refuses_an_engine_that_makes_answers_up() -> None:
     assert a_config(profile=scripted, mode="dev").model_profile().engine == "scripted"
 
 
+def test_production_refuses_an_engine_that_does_not_check_its_pages() -> None:
+    unchecked = PROFILE | {"integrity": False}
+
+    with pytest.raises(ReplicaConfigError, match=r"profile\.integrity: off"):
+        a_config(profile=unchecked)
+
+    assert not a_config(profile=unchecked, mode="dev").model_profile().integrity
+
+
 @pytest.mark.parametrize(
     ("testing", "named"),
     [({"drop_bus": 1}, "drop_bus"), ({"drop_bus_frame": 0}, "drop_bus_frame")],
