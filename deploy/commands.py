@@ -87,7 +87,8 @@ def welcome(base_url: str, model: str, state: StateDir) -> str:
             + "'))['api_key'])\")",
             f'  curl {base_url}/v1/chat/completions -H "authorization: Bearer $KEY" \\',
             "    -H 'content-type: application/json' \\",
-            f'    -d \'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}\'',
+            f'    -d \'{{"model": "{model}", "temperature": 0, "max_tokens": 64, '
+            f'"messages": [{{"role": "user", "content": "Hello"}}]}}\'',
             "",
         )
     )
