@@ -127,7 +127,7 @@ def look_away(worker: Any) -> None:
 
     if worker.rank == SPOILT_RANK:
         checker = get_kv_transfer_group()._w.check._checker
-        checker.check = lambda *_args: {}
+        checker.check = lambda *_args, **_words: {}
 
 
 def main() -> None:
