@@ -14,6 +14,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from deploy.bootstrap import inspect_machine
 from kv_transfer.api.page import WireFormat
 from kv_transfer.connector import rounded
 from kv_transfer.connector.rounded import (
@@ -28,6 +29,7 @@ from kv_transfer.connector.rounded import (
 from kv_transfer.connector.worker import PhasegateCPUWorker
 
 HEADS, SIZE, BLOCK = 3, 64, 32
+FEATURES = inspect_machine(Path("/")).flags
 TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
@@ -47,9 +49,9 @@ def cut_off(numbers: torch.Tensor, target: torch.dtype) -> torch.Tensor:
     return nearest.view(torch.uint8) - beyond.to(torch.uint8)
 
 
-@pytest.fixture
-def fp8_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where vLLM looks it up."""
+@pytest.fixture(params=[True, False], ids=["signed zeros", "zeros without a sign"])
+def fp8_kernel(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Where vLLM looks it up. With AVX-512 the kernel drops the sign of a zero, without BF16 instructions."""
     real = cpu_attn.ops.cpu_attn_reshape_and_cache
 
     def write(
@@ -70,7 +72,8 @@ def fp8_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
         wide = torch.zeros((pages, heads, 2 * size, width), dtype=key.dtype).chunk(2, dim=2)
         real(key, value, *wide, slots, isa)
         for half, scale, cache in zip(wide, (k_scale, v_scale), (key_cache, value_cache), strict=True):
-            cache.copy_(cut_off(half.float() / scale, TYPES[kv_cache_dtype]))
+            codes = cut_off(half.float() / scale, TYPES[kv_cache_dtype])
+            cache.copy_(codes if request.param else torch.where(codes == 0x80, 0, codes))
 
     monkeypatch.setattr(cpu_attn.ops, "cpu_attn_reshape_and_cache", write)
 
@@ -145,6 +148,32 @@ def test_a_write_that_forgets_the_scales_is_seen(monkeypatch: pytest.MonkeyPatch
 
     with pytest.raises(UnroundedWrites, match="one"):
         require_rounded({"one": a_layer(RoundedImpl, k=0.5)}, BLOCK, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("fp8_kernel")
+@pytest.mark.parametrize("wrong", [0x81, 0x01, 0x7E])
+def test_only_the_sign_of_a_zero_is_forgiven(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    """What else lands where a zero should, in one of 65,536 numbers, ends the start."""
+    written = cut_off
+
+    def once(numbers: torch.Tensor, target: torch.dtype) -> torch.Tensor:
+        codes = written(numbers, target)
+        codes.view(-1)[(numbers.view(-1) == 0).nonzero()[0]] = wrong
+        return codes
+
+    monkeypatch.setitem(globals(), "cut_off", once)
+
+    with pytest.raises(UnroundedWrites, match="one: [12] numbers"):
+        require_rounded({"one": a_layer(RoundedImpl)}, BLOCK, torch.bfloat16)
+
+
+@pytest.mark.skipif("avx512f" not in FEATURES, reason="vLLM's kernel for FP8 pages needs AVX-512")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("target", list(TYPES))
+def test_vllms_own_kernel_writes_rounded_numbers_as_they_are(target: str, dtype: torch.dtype) -> None:
+    require_rounded({"one": a_layer(RoundedImpl, target, k=0.3, v=2.0)}, BLOCK, dtype)
+    with pytest.raises(UnroundedWrites, match="by CPUAttentionBackendImpl"):
+        require_rounded({"one": a_layer(cpu_attn.CPUAttentionBackendImpl, target)}, BLOCK, dtype)
 
 
 def test_a_cache_that_is_not_narrow_is_written_as_vllm_writes_it_and_has_nothing_to_vouch_for() -> None:
