@@ -78,6 +78,13 @@ class ReplicaMetrics:
             ("state",),
             registry=registry,
         )
+        self._preemptions = _Tally(
+            Counter(
+                "phasegate_engine_preemptions_total",
+                "Times that a running request lost its pages to others and waited to be computed again.",
+                registry=registry,
+            )
+        )
         self._in_flight = Gauge(
             "phasegate_transfers_in_flight",
             "Transfers that have begun and not ended, on either side.",
@@ -183,6 +190,7 @@ class ReplicaMetrics:
         self._bus_queued.set(bus_queue)
         self._bus_dropped.rise_to(bus_dropped)
         if gauges is not None:
+            self._preemptions.rise_to(gauges.preemptions)
             self._malformed.rise_to(gauges.malformed_messages)
             self._strangers.rise_to(gauges.strangers_refused)
             self._integrity(gauges)

@@ -18,6 +18,8 @@ class EngineGauges:
     """Where peers send offers, by worker rank."""
     page_bytes: int
     block_size: int
+    preemptions: int = 0
+    """Times that a running request lost its pages to others and had to wait, since the engine's start."""
     malformed_messages: int = 0
     """On the control channel, since the engine's start: what was no message."""
     strangers_refused: int = 0

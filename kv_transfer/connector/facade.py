@@ -103,7 +103,7 @@ class PhasegateConnector(KVConnectorBase_V1, SupportsHMA):
     def step_faults(self) -> StepFaults:
         return self._s.step_faults
 
-    def bind_counts(self, counts: Callable[[], tuple[int, int]]) -> None:
+    def bind_counts(self, counts: Callable[[], tuple[int, int, int]]) -> None:
         self._s.bind_counts(counts)
 
     def report_of(self, request_id: str) -> HandoffReport | None:

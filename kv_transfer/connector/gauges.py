@@ -41,7 +41,7 @@ class GaugeServer:
         membership.server(self._socket)
         self._socket.bind(endpoint)
         self._pool: BlockPool | None = None
-        self._counts: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._counts: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
         self._workers: Sequence[WorkerAddress] = ()
         self._integrity: Integrity | None = None
         self._ledger: Callable[[], LedgerSnapshot] = lambda: LedgerSnapshot(ledger="null")
@@ -53,7 +53,8 @@ class GaugeServer:
     def bind_pool(self, pool: "BlockPool") -> None:
         self._pool = pool
 
-    def bind_counts(self, counts: Callable[[], tuple[int, int]]) -> None:
+    def bind_counts(self, counts: Callable[[], tuple[int, int, int]]) -> None:
+        """`counts` returns requests running and waiting, and preemptions so far."""
         self._counts = counts
 
     def bind_integrity(self, integrity: Integrity) -> None:
@@ -95,7 +96,7 @@ class GaugeServer:
         return b""
 
     def _snapshot(self) -> EngineGauges:
-        running, waiting = self._counts()
+        running, waiting, preemptions = self._counts()
         counts = self._ask_workers()
         mismatches, checks, coverage = (
             self._integrity() if self._integrity else ({}, CheckCounts(), NOTHING_CHECKED)
@@ -107,6 +108,7 @@ class GaugeServer:
             total_pages=pool.num_gpu_blocks - 1 if pool is not None else 0,
             running=running,
             waiting=waiting,
+            preemptions=preemptions,
             # All ranks take part in every transfer: the largest number is the number.
             in_flight_transfers=max((count.in_flight for count in counts), default=0),
             control_addresses=tuple(worker.control for worker in workers),

@@ -25,7 +25,8 @@ class _Telling(Scheduler):
         super().__init__(*args, **kwargs)
         connector = self.connector
         assert isinstance(connector, PhasegateConnector)
-        connector.bind_counts(self.get_request_counts)
+        self._preemptions = 0
+        connector.bind_counts(self._counts)
         self._first_outputs = FirstOutputs(connector.report_of)
         self._guard = connector.guard
         self._faults = connector.step_faults
@@ -40,7 +41,12 @@ class _Telling(Scheduler):
         self._faults.before(self)
         output = super().schedule(*args, **kwargs)
         self._first_outputs.scheduled(new.req_id for new in output.scheduled_new_reqs)
+        self._preemptions += len(output.preempted_req_ids or ())
         return output
+
+    def _counts(self) -> tuple[int, int, int]:
+        """For the gauges' thread."""
+        return *self.get_request_counts(), self._preemptions
 
     def _build_kv_connector_meta(self, connector: Any, scheduler_output: "SchedulerOutput") -> Any:
         spoiled = self._faults.in_step(self, scheduler_output)

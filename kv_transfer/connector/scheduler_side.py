@@ -76,7 +76,7 @@ class SchedulerSide:
         if self._integrity:
             self.guard.watch(manager)
 
-    def bind_counts(self, counts: Callable[[], tuple[int, int]]) -> None:
+    def bind_counts(self, counts: Callable[[], tuple[int, int, int]]) -> None:
         """`counts` returns (running, waiting) of the scheduler."""
         self._gauges.bind_counts(counts)
 

@@ -250,6 +250,7 @@ class ScriptedEngine:
             total_pages=self._pages.total,
             running=self._batch.running,
             waiting=self._batch.waiting,
+            preemptions=self._batch.preemptions,
             in_flight_transfers=0,
             control_addresses=(),  # nobody fetches pages here
             page_bytes=0,  # pages hold nothing

@@ -115,6 +115,14 @@ def test_what_the_engine_counts_of_its_pages_is_told_by_cause() -> None:
     assert "phasegate_integrity_pages_checked_total 40.0" in page
 
 
+def test_preemptions_are_told_as_a_counter() -> None:
+    metrics = ReplicaMetrics()
+    for count in (2, 5):
+        page = metrics.page(replace(some_gauges(), preemptions=count), bus_queue=0, bus_dropped=0).decode()
+
+    assert "phasegate_engine_preemptions_total 5.0" in page
+
+
 def test_what_the_engine_counts_on_its_control_channel_is_told_as_counters() -> None:
     metrics = ReplicaMetrics()
     for count in (2, 2, 5):

@@ -163,7 +163,7 @@ def test_only_the_sign_of_a_zero_is_forgiven(monkeypatch: pytest.MonkeyPatch, wr
 
     monkeypatch.setitem(globals(), "cut_off", once)
 
-    with pytest.raises(UnroundedWrites, match="one: [12] numbers"):
+    with pytest.raises(UnroundedWrites, match=r"one: [12] numbers"):
         require_rounded({"one": a_layer(RoundedImpl)}, BLOCK, torch.bfloat16)
 
 

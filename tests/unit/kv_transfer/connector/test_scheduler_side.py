@@ -210,7 +210,7 @@ def test_pages_are_ordered_and_shipped_with_the_tags_under_which_they_were_given
 
 def test_gauges_are_answered_while_the_engine_does_nothing(side: SchedulerSide, endpoint: str) -> None:
     side.bind_pool(SimpleNamespace(get_num_free_blocks=lambda: 7, num_gpu_blocks=10))
-    side.bind_counts(lambda: (2, 3))
+    side.bind_counts(lambda: (2, 3, 5))
     gauges = asked(endpoint)
 
     assert (gauges.free_pages, gauges.total_pages, gauges.running, gauges.waiting) == (7, 9, 2, 3)
