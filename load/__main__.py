@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from load import gateway_cost, integrity_cost, path, planner, sweep
+from load import formats, gateway_cost, integrity_cost, path, planner, sweep
 from load.geometry import GeometryError
 from load.servers import ServerFailed
 from load.stacks import SamplerMissing
@@ -22,6 +22,7 @@ def parser() -> argparse.ArgumentParser:
         ("gateway-cost", gateway_cost, "processor time of a token's way, token bus next to Serve handle"),
         ("integrity-cost", integrity_cost, "an engine that checks its pages next to itself without"),
         ("sweep", sweep, "one server under rising load, or Phasegate next to plain vLLM"),
+        ("formats", formats, "formats of decode's cache: accuracy, tokens that fit, throughput"),
         ("plan", planner, "how much the engines of a profile hold, and how fast they decode at most"),
     ):
         command = commands.add_parser(name, help=help_, allow_abbrev=False)

@@ -7,13 +7,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import IO, Any, Final
 
 from load.manifest import ROOT
 from load.servers import ServerFailed, engine_environment, tail
 
 PROGRAM: Final = "kv_transfer.testing.cost"
+TRIALS: Final = "workers.trials"
 STOP_TIMEOUT_S: Final = 20.0
 LOOPBACK: Final = {"GLOO_SOCKET_IFNAME": "lo"}
 """Where our connector binds its links."""
@@ -23,6 +24,8 @@ LOOPBACK: Final = {"GLOO_SOCKET_IFNAME": "lo"}
 class EngineProcess:
     orders: IO[bytes]
     answers: IO[bytes]
+    ready: Mapping[str, Any] = field(default_factory=dict)
+    """What it told when it had started."""
 
     def ask(self, order: Mapping[str, Any]) -> Any:
         """
@@ -44,11 +47,13 @@ class EngineProcess:
 
 
 @contextmanager
-def engine_process(start: Mapping[str, Any], *, threads: int, cache_gib: int) -> Iterator[EngineProcess]:
+def engine_process(
+    start: Mapping[str, Any], *, threads: int, cache_gib: int, program: str = PROGRAM
+) -> Iterator[EngineProcess]:
     """Started, and gone afterwards whatever happens. `ServerFailed` has its last words."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", PROGRAM],
+            [sys.executable, "-m", program],
             cwd=ROOT,
             env=os.environ | engine_environment(threads, cache_gib) | LOOPBACK,
             stdin=subprocess.PIPE,
@@ -59,8 +64,7 @@ def engine_process(start: Mapping[str, Any], *, threads: int, cache_gib: int) ->
         assert process.stdout is not None
         engine = EngineProcess(process.stdin, process.stdout)
         try:
-            engine.ask(start)
-            yield engine
+            yield replace(engine, ready=engine.ask(start))
         except ServerFailed as bad:
             raise ServerFailed(f"{bad}\n{tail(log)}") from None
         finally:

@@ -24,6 +24,7 @@ class Ready(msgspec.Struct, frozen=True):
     pages: int
     """That requests can use, of the engine that decodes."""
     block_size: int
+    page_bytes: int
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):

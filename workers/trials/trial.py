@@ -46,7 +46,7 @@ class Trial:
         if self._start.skew != 1.0:
             await self._decode.skew(self._start.skew)
         gauges = await self._decode.gauges()
-        return Ready(pages=gauges.total_pages, block_size=gauges.block_size)
+        return Ready(pages=gauges.total_pages, block_size=gauges.block_size, page_bytes=gauges.page_bytes)
 
     async def score(self, order: Score) -> list[Scored]:
         vocabulary, rows = self._decode.vocabulary, len(order.prompts)
