@@ -31,6 +31,7 @@ class Configuration:
     writes: str = "nearest"
     calibrated: bool = False
     skew: float = 1.0
+    """Decode reads by so many times the key scales that prefill was told."""
 
 
 REFERENCE: Final = Configuration("float32", "fp32", dtype="float32")
@@ -41,7 +42,8 @@ STOCK: Final = Configuration("BF16 to FP8, writes cut off", "fp8_e4m3", pair=Tru
 OURS: Final = Configuration("BF16 to FP8", "fp8_e4m3", pair=True)
 CALIBRATED: Final = Configuration("BF16 to FP8, measured scales", "fp8_e4m3", pair=True, calibrated=True)
 CONTROL: Final = Configuration("BF16 to FP8, one side's key scales doubled", "fp8_e4m3", pair=True, skew=2.0)
-COMPARED: Final = (BF16, UNIFORM_STOCK, UNIFORM, STOCK, OURS, CALIBRATED, CONTROL)
+COMPARED: Final = ((BF16,), (UNIFORM_STOCK,), (UNIFORM,), (STOCK,), (OURS, CONTROL), (CALIBRATED,))
+"""Those in one tuple are measured with the same engines, one after the other."""
 
 
 def questions(most: int) -> list[str]:

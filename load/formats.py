@@ -81,47 +81,32 @@ class Bench:
         self._rng = Random(options.seed)
 
     def accuracy(self) -> Part:
-        prompts = _chats(self._folder, accuracy.questions(self._options.prompts))
+        prompts = chats(self._folder, accuracy.questions(self._options.prompts))
         found: dict[Configuration, Found] = {}
         with tempfile.TemporaryDirectory() as folder:
             scales = Path(folder) / "scales.json"
             _calibrate(self._options.profile, scales)
             reference = str(Path(folder) / "reference.npy")
-            greedy = self._scored(REFERENCE, prompts, reference, [], None)
-            continuations = [row["continuation"] for row in greedy]
-            for configuration in COMPARED:
-                found[configuration] = Found.of(
-                    self._scored(configuration, prompts, reference, continuations, scales)
-                )
-                print(f"accuracy: {configuration.name}", flush=True)
+            order = {"type": "Score", "prompts": prompts, "reference": reference, "concurrency": CLIENTS}
+            order |= {"tokens": self._options.tokens}
+            with self._of(REFERENCE, None) as engines:
+                answers = [row["continuation"] for row in engines.ask(order)]
+            for group in COMPARED:
+                with self._of(group[0], scales) as engines:
+                    for configuration in group:
+                        if configuration.skew != 1.0:
+                            engines.ask({"type": "Skew", "factor": configuration.skew})
+                        found[configuration] = Found.of(engines.ask(order | {"continuations": answers}))
+                        print(f"accuracy: {configuration.name}", flush=True)
         return (
             accuracy.summary(found, self._rng),
             accuracy.rows(found, self._rng),
             accuracy.objections(found, self._rng),
         )
 
-    def _scored(
-        self,
-        configuration: Configuration,
-        prompts: Sequence[Sequence[int]],
-        reference: str,
-        continuations: Sequence[Sequence[int]],
-        scales: Path | None,
-    ) -> list[dict[str, Any]]:
+    def _of(self, configuration: Configuration, scales: Path | None) -> AbstractContextManager[EngineProcess]:
         profile = accuracy.profile_of(self._profile, configuration, self._options.threads, scales)
-        start = {"pair": configuration.pair, "skew": configuration.skew}
-        with self._engines(profile, **start) as engines:
-            scored: list[dict[str, Any]] = engines.ask(
-                {
-                    "type": "Score",
-                    "prompts": prompts,
-                    "tokens": self._options.tokens,
-                    "concurrency": CLIENTS,
-                    "reference": reference,
-                    "continuations": continuations,
-                }
-            )
-        return scored
+        return self._engines(profile, pair=configuration.pair)
 
     def throughput(self) -> Part:
         options = self._options
@@ -206,7 +191,7 @@ class Bench:
         )
 
 
-def _chats(folder: str, questions: Sequence[str]) -> list[list[int]]:
+def chats(folder: str, questions: Sequence[str]) -> list[list[int]]:
     """Token ids of each question as a user's message."""
     from transformers import AutoTokenizer
 

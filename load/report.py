@@ -168,7 +168,72 @@ def integrity_tables(result: dict[str, Any]) -> str:
     return "\n\n".join(tables)
 
 
+def formats_tables(result: dict[str, Any]) -> str:
+    """Markdown of one `formats` result: accuracy by configuration, loops by format, and their curve."""
+    scored = [row for row in result["rows"] if "configuration" in row]
+    loops = [row for row in result["rows"] if "kv_format" in row]
+    parts = []
+    if scored:
+        lines = [
+            (
+                row["configuration"],
+                row["prompts"],
+                _interval(row, "dlogprob", 4),
+                _interval(row, "kl", 4),
+                f"{row['dlogprob_first']:.4f}",
+                f"{row['argmax_agrees']:.3f}",
+            )
+            for row in scored
+        ]
+        head = ("configuration", "prompts", "mean abs dlogprob", "KL", "at the first token", "argmax agrees")
+        parts.append(_table(head, lines))
+    if loops:
+        lines = [
+            (
+                row["kv_format"],
+                _cell(row["pages"], "{}") or "enough",
+                row["concurrency"],
+                row["loops"],
+                f"{row['tok_s']:.1f}",
+                f"{row['itl_ms']:.0f}",
+                _cell(row["useful_tok_s_per_gib"], "{:.0f}"),
+                _cell(row["cost_per_mtok"], "{:.2f}"),
+                row["preemptions"],
+                row["most_running"],
+            )
+            for row in loops
+        ]
+        head = ("cache", "pages", "at once", "loops", "tokens/s", "ms a token")
+        more = ("useful tokens/s per GiB", "cost per million tokens", "preemptions", "most running")
+        parts += [_table((*head, *more), lines), _chart(loops)]
+    return "\n\n".join(parts)
+
+
+def _chart(loops: Sequence[Mapping[str, Any]]) -> str:
+    """Of the loops with bounded caches, as Mermaid draws it: a line for each format, in order of the rows."""
+    by: dict[str, dict[int, float]] = {}
+    for row in loops:
+        if row["pages"] is not None:
+            by.setdefault(row["kv_format"], {})[row["concurrency"]] = row["tok_s"]
+    if not by:
+        return ""
+    across = sorted({concurrency for found in by.values() for concurrency in found})
+    lines = [f"    line [{', '.join(f'{found[c]:.1f}' for c in across)}]" for found in by.values()]
+    return "\n".join(
+        (
+            "```mermaid",
+            "xychart-beta",
+            f'    title "tokens/s in the same bytes of cache: {", ".join(by)}"',
+            f'    x-axis "requests at once" [{", ".join(map(str, across))}]',
+            '    y-axis "tokens/s"',
+            *lines,
+            "```",
+        )
+    )
+
+
 TABLES: Final[Mapping[str, Callable[[dict[str, Any]], str]]] = {
+    "formats": formats_tables,
     "path": path_tables,
     "sweep": sweep_tables,
     "gateway-cost": cost_tables,
@@ -191,8 +256,9 @@ def _cell(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
-def _interval(cell: dict[str, Any], name: str) -> str:
-    return f"{cell[name]:.2f} [{cell[f'{name}_low95']:.2f}, {cell[f'{name}_high95']:.2f}]"
+def _interval(cell: dict[str, Any], name: str, digits: int = 2) -> str:
+    value, low, high = (f"{cell[key]:.{digits}f}" for key in (name, f"{name}_low95", f"{name}_high95"))
+    return f"{value} [{low}, {high}]"
 
 
 def _table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:

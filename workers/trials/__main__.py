@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
-from workers.trials.orders import Order, Score, Start
+from workers.trials.orders import Order, Start
 from workers.trials.trial import Trial
 
 
@@ -24,9 +24,7 @@ async def main() -> None:
     async with AsyncExitStack() as life:
         answers.write(msgspec.json.encode(await trial.begin(life)) + b"\n")
         while line := await asyncio.to_thread(sys.stdin.buffer.readline):
-            order = orders.decode(line)
-            answer = await (trial.score(order) if isinstance(order, Score) else trial.generate(order))
-            answers.write(msgspec.json.encode(answer) + b"\n")
+            answers.write(msgspec.json.encode(await trial.obey(orders.decode(line))) + b"\n")
 
 
 if __name__ == "__main__":

@@ -38,10 +38,11 @@ class TrialEngine(VllmEngine):
         """Before the start: scales may be skewed."""
         self._arguments["worker_extension_cls"] = f"{skewed.__name__}.{skewed.Skewed.__name__}"
 
-    async def skew(self, factor: float) -> None:
-        layers = await self._llm.collective_rpc(skewed.Skewed.skew_key_scales.__name__, args=(factor,))
-        if not all(layers):
-            raise RuntimeError("no layer has scales")
+    async def skew(self, factor: float) -> int:
+        """How many layers there are."""
+        name = skewed.Skewed.skew_key_scales.__name__
+        layers: list[int] = await self._llm.collective_rpc(name, args=(factor,))
+        return layers[0]
 
     async def answer(
         self,

@@ -16,8 +16,6 @@ class Start(msgspec.Struct, frozen=True):
     """Prefill computes prompts and ships them; else the decode engine does all by itself."""
     pages: int | None = None
     """Of the decode engine's cache; None: as many as its memory holds."""
-    skew: float = 1.0
-    """On purpose: decode reads its pages by scales so many times those that prefill is told of."""
 
 
 class Ready(msgspec.Struct, frozen=True):
@@ -72,4 +70,13 @@ class Generated(msgspec.Struct, frozen=True):
     """Hand-offs, by outcome."""
 
 
-Order = Score | Generate
+class Skew(msgspec.Struct, frozen=True, tag=True):
+    """On purpose: from now on decode reads its pages by so many times the key scales that it told prefill.
+
+    Answered by the number of layers.
+    """
+
+    factor: float
+
+
+Order = Score | Generate | Skew

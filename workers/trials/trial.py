@@ -18,7 +18,7 @@ from workers.profile.fingerprint import contract_of
 from workers.profile.schema import ModelProfile, parse_profile
 from workers.trials import forced
 from workers.trials.engine import Answer, TrialEngine
-from workers.trials.orders import Generate, Generated, Ids, Ready, Score, Scored, Start
+from workers.trials.orders import Generate, Generated, Ids, Order, Ready, Score, Scored, Start
 
 DEADLINE_S: Final = 600.0
 GLANCE_S: Final = 0.2
@@ -28,7 +28,6 @@ class Trial:
     def __init__(self, start: Start) -> None:
         profile = parse_profile(start.profile, source="trial")
         membership = Membership.mint()
-        self._start = start
         self._decode = _engine(profile, Phase.DECODE, start.model, membership)
         self._prefill = _engine(profile, Phase.PREFILL, start.model, membership) if start.pair else None
         if start.pages is not None:
@@ -43,10 +42,15 @@ class Trial:
             await engine.start()
         if self._prefill is not None:
             self._addresses = (await self._prefill.gauges()).control_addresses
-        if self._start.skew != 1.0:
-            await self._decode.skew(self._start.skew)
         gauges = await self._decode.gauges()
         return Ready(pages=gauges.total_pages, block_size=gauges.block_size, page_bytes=gauges.page_bytes)
+
+    async def obey(self, order: Order) -> Any:
+        if isinstance(order, Score):
+            return await self.score(order)
+        if isinstance(order, Generate):
+            return await self.generate(order)
+        return await self._decode.skew(order.factor)
 
     async def score(self, order: Score) -> list[Scored]:
         vocabulary, rows = self._decode.vocabulary, len(order.prompts)

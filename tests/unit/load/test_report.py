@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from load.capacity import HEADLINES
-from load.report import cost_tables, path_tables, sweep_tables, tables_of
+from load.report import cost_tables, formats_tables, path_tables, sweep_tables, tables_of
 
 
 def result(**changed: Any) -> dict[str, Any]:
@@ -126,3 +126,43 @@ def test_a_result_files_name_says_whose_tables_it_has(tmp_path: Path) -> None:
     assert tables_of(file) == sweep_tables({"rows": [sweep_row()], "summary": {}})
     with pytest.raises(KeyError):
         tables_of(tmp_path / "other.json")
+
+
+def test_formats_have_a_row_for_each_configuration_and_loop_and_a_curve() -> None:
+    scored = {"configuration": "BF16 to FP8", "prompts": 50, "dlogprob_first": 0.08, "argmax_agrees": 0.96}
+    for name in ("dlogprob", "kl"):
+        scored |= {name: 0.0453, f"{name}_low95": 0.0425, f"{name}_high95": 0.048}
+    loops: list[dict[str, Any]] = [
+        {
+            "kv_format": kv_format,
+            "pages": pages,
+            "concurrency": concurrency,
+            "loops": 3,
+            "tok_s": tok_s,
+            "itl_ms": 61.4,
+            "useful_tok_s_per_gib": None if pages is None else 2 * tok_s,
+            "cost_per_mtok": None,
+            "preemptions": 0,
+            "most_running": concurrency,
+        }
+        for kv_format, pages, concurrency, tok_s in (
+            ("bf16", None, 4, 33.0),
+            ("bf16", 12, 4, 31.0),
+            ("bf16", 12, 8, 32.0),
+            ("fp8_e4m3", 24, 4, 30.0),
+            ("fp8_e4m3", 24, 8, 44.0),
+        )
+    ]
+
+    text = formats_tables({"rows": [scored, *loops], "summary": {}})
+
+    line = "| BF16 to FP8 | 50 | 0.0453 [0.0425, 0.0480] | 0.0453 [0.0425, 0.0480] | 0.0800 | 0.960 |"
+    assert line in text
+    assert "| bf16 | enough | 4 | 3 | 33.0 | 61 |  |  | 0 | 4 |" in text
+    assert "| fp8_e4m3 | 24 | 8 | 3 | 44.0 | 61 | 88 |  | 0 | 8 |" in text
+    assert 'x-axis "requests at once" [4, 8]' in text
+    assert text.index("line [31.0, 32.0]") < text.index("line [30.0, 44.0]")
+
+
+def test_formats_of_which_one_part_was_measured_have_the_tables_of_that_part() -> None:
+    assert formats_tables({"rows": [], "summary": {}}) == ""
