@@ -128,10 +128,17 @@ def config_check(options: Namespace) -> int:
     ]
     if mistakes:
         raise ConfigError(told(found.source, mistakes))
+    if instead := _instead(found.config):
+        say(f"phasegate: {instead}")
     say(f"phasegate: {found.source}: nothing is wrong")
     if running:
         say(f"phasegate: the system runs in {state.root}: whether its ports are free was not looked at")
     return 0
+
+
+def _instead(config: configuration.SystemConfig) -> str | None:
+    """That a start here would use another profile than is asked for, and why."""
+    return preflight.choose_profile(config.profile, configuration.cache_dir()).instead
 
 
 def preflight_check(options: Namespace) -> int:
@@ -143,6 +150,8 @@ def preflight_check(options: Namespace) -> int:
     profile = preflight.load_profile(config.profile, configuration.cache_dir())
     for line in dry_run.report(profile):
         say(f"phasegate: {line}" if not line.startswith(" ") else line)
+    if instead := _instead(config):
+        say(f"phasegate: note: in a start here {instead}")
     return 0
 
 
@@ -151,6 +160,10 @@ def config_show(options: Namespace) -> int:
     if found.mistakes:
         raise ConfigError(told(found.source, found.mistakes))
     say(config_file.show(found))
+    # What is in force is shown, whether or not a start would take it.
+    with contextlib.suppress(ConfigError):
+        if instead := _instead(found.config):
+            say(f"# {instead}")
     return 0
 
 

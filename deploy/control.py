@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -194,9 +194,16 @@ class ControlServer:
         internal: Internal | None = None,
         *,
         grace_s: float = 0.0,
+        profile: Mapping[str, str | None] | None = None,
     ) -> None:
-        """`grace_s`: how long requests in flight may go on after a stop, for who waits for its end."""
+        """
+        Args:
+            grace_s: how long requests in flight may go on after a stop, for who waits for its end.
+            profile: the one that runs, as the status tells it: its `name`, and in `instead` why it is not
+                the one that was asked for.
+        """
         self._path = path
+        self._profile = profile
         self._grace_s = grace_s
         self._stop = stop
         self._internal = internal
@@ -291,7 +298,7 @@ class ControlServer:
 
     async def _status(self, _: Request) -> Response:
         replicas, gateways = await asyncio.gather(self._fleet.replicas(), self._fleet.gateways())
-        return JSONResponse(status_json(replicas, gateways))
+        return JSONResponse({"profile": self._profile, **status_json(replicas, gateways)})
 
     async def _request(self, request: Request) -> Response:
         summary = await self._fleet.request(request.path_params["request_id"])
@@ -316,7 +323,7 @@ def _server(app: Starlette) -> Any:
 
 
 def status_json(replicas: list[ReplicaStatus], gateways: list[dict[str, Any]]) -> dict[str, Any]:
-    """What `phasegate status --json` prints: gauges only, sorted by id."""
+    """What `phasegate status --json` prints of the parts: gauges only, sorted by id."""
     return {
         "replicas": sorted((asdict(replica) for replica in replicas), key=lambda row: row["id"]),
         "gateways": sorted(gateways, key=lambda row: row["id"]),

@@ -1,5 +1,6 @@
 """`make demo`: the whole system on this machine, two requests through both engines, and away again."""
 
+import argparse
 import io
 import json
 import signal
@@ -30,12 +31,19 @@ class DemoFailed(Exception):
     """The demonstration did not show what it should; the message says where it stopped."""
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m deploy.demo", description=__doc__)
+    parser.add_argument("--profile", help="a model profile (default: that of `phasegate up`)")
+    profile: str | None = parser.parse_args(arguments).profile
+    chosen = () if profile is None else ("--profile", profile)
     # Our lines and those of the commands that we run go to the same place, which may be a pipe.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     try:
-        with tempfile.TemporaryDirectory(prefix="phasegate-demo-") as folder, system(Path(folder)) as local:
+        with (
+            tempfile.TemporaryDirectory(prefix="phasegate-demo-") as folder,
+            system(Path(folder), chosen=chosen) as local,
+        ):
             native = _native(local)
             _explain(Path(folder), native)
             chat = _chat(local)
@@ -51,16 +59,19 @@ def main() -> int:
 
 
 @contextmanager
-def system(state: Path, cli: Sequence[str] = _CLI) -> Iterator[dict[str, Any]]:
+def system(state: Path, cli: Sequence[str] = _CLI, *, chosen: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Up, ready, and down again whatever happens: also when a signal comes at any moment.
 
     Takes the signals over.
+
+    Args:
+        chosen: options of `up`, besides those that keep this system apart from others.
     """
     for number in TOLD_TO_STOP:
         # Also SIGINT: a shell's background job inherits it ignored, and would hand that on to `up`.
         signal.signal(number, _interrupt)
     try:
-        _start(state, cli)
+        _start(state, cli, chosen)
         yield read_private(state / "local.json")
     finally:
         for number in TOLD_TO_STOP:
@@ -69,14 +80,14 @@ def system(state: Path, cli: Sequence[str] = _CLI) -> Iterator[dict[str, Any]]:
             print("demo: the system did not stop cleanly", file=sys.stderr)
 
 
-def _start(state: Path, cli: Sequence[str]) -> None:
+def _start(state: Path, cli: Sequence[str], chosen: Sequence[str]) -> None:
     """In a session of its own: a Ctrl-C reaches us alone, and we pass it on once.
 
     Raises:
         DemoFailed: it did not start.
     """
     argv = [*cli, "up", "--state", str(state), "--port", str(_free_port())]
-    argv += ["--internal-port", "0", "--detach"]
+    argv += ["--internal-port", "0", "--detach", *chosen]
     with subprocess.Popen(argv, start_new_session=True) as up:
         try:
             code = up.wait()

@@ -131,7 +131,8 @@ class Supervisor:
 
     def _start(self, undo: contextlib.ExitStack, on_ready: Callable[[Ready], None]) -> None:
         self._check_machine()
-        profile = preflight.load_profile(self._config.profile, self._cache)
+        chosen = preflight.choose_profile(self._config.profile, self._cache)
+        profile = chosen.profile
         secrets = load_or_create_secrets(self._state)
         os.environ[MARKER] = self._state.marker
         undo.callback(os.environ.pop, MARKER, None)
@@ -146,10 +147,13 @@ class Supervisor:
             stop_self,
             self._internal(),
             grace_s=self._config.limits.shutdown_grace_s,
+            profile={"name": profile.name, "instead": chosen.instead},
         )
         undo.callback(control.close)
         control.start()
 
+        if chosen.instead is not None:
+            self._say(chosen.instead)
         self._say(f"model: {profile.name}")
         folders = {phase: model_dir(profile, phase, self._cache, self._progress) for phase in Phase}
         if apart := preflight.disagreement(profile, folders):

@@ -24,7 +24,7 @@ from deploy.yaml_file import ConfigError, Mistake
 from kv_transfer.api import ScaleFileError
 from workers.api import Phase
 from workers.profile.fingerprint import contract_of
-from workers.profile.hardware import shortcomings
+from workers.profile.hardware import processor_lacks, shortcomings
 from workers.profile.model_folder import ModelFolderError
 from workers.profile.scales import checked_scale_file
 from workers.profile.schema import ModelProfile, ProfileError, parse_profile
@@ -129,6 +129,46 @@ def load_profile(name: str, cache: Path) -> ModelProfile:
         raise ConfigError(str(bad)) from None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """The profile that runs."""
+
+    profile: ModelProfile
+    instead: str | None = None
+    """Why it is not the one that was asked for, in one line for a person; None: it is."""
+
+
+def choose_profile(name: str, cache: Path, machine: Machine = THIS_MACHINE) -> Choice:
+    """The profile of that name, or its fallback where this processor cannot do a format of its caches.
+
+    Raises:
+        ConfigError: there is no such profile, or it or its fallback is wrong. A wrong fallback is told on
+            every machine, not only where it would be used.
+    """
+    asked = load_profile(name, cache)
+    if asked.fallback is None:
+        return Choice(profile=asked)
+    fallback = _fallback(asked, asked.fallback, cache)
+    lacks = "; ".join(processor_lacks(asked, "cpu", machine.features()))
+    if not lacks:
+        return Choice(profile=asked)
+    why = f"profile {fallback.name} is used instead of {asked.name}: {lacks}"
+    return Choice(profile=fallback, instead=why)
+
+
+def _fallback(asked: ModelProfile, name: str, cache: Path) -> ModelProfile:
+    names = [profile.name for profile in profiles.known(cache)]
+    if name not in names:
+        wrong = f"no profile is called {name!r}; there are {', '.join(names)}"
+    elif (found := load_profile(name, cache)).fallback is not None:
+        wrong = f"{name} has a fallback itself; name one that has none"
+    elif (found.model_id, set(found.aliases)) != (asked.model_id, set(asked.aliases)):
+        wrong = f"{name} answers to other names than {asked.name}; make model_id and aliases equal"
+    else:
+        return found
+    raise ConfigError(f"profile: {asked.name}: fallback: {wrong}")
+
+
 def own_model(profile: ModelProfile, phase: Phase) -> Path:
     """The folder that the profile names for this phase, checked.
 
@@ -166,22 +206,26 @@ def disagreement(profile: ModelProfile, folders: Mapping[Phase, Path]) -> str:
 
 
 def _profile_problems(config: SystemConfig, cache: Path, machine: Machine) -> Iterator[Mistake]:
+    name = config.profile
     try:
-        raw, _ = profiles.read(config.profile, cache)
-        yield from profile_refusals(config, raw)
-        profile = load_profile(config.profile, cache)
+        yield from profile_refusals(config, name, profiles.read(name, cache)[0])
+        chosen = choose_profile(name, cache, machine)
+        profile = chosen.profile
+        if chosen.instead is not None:
+            name = profile.name
+            yield from profile_refusals(config, name, profiles.read(name, cache)[0])
     except ConfigError as bad:
         yield Mistake("profile", str(bad).removeprefix("profile: "))
         return
     for text in shortcomings(profile, "cpu", machine.features()):
-        yield Mistake("profile", f"{config.profile}: {text}")
+        yield Mistake("profile", f"{name}: {text}")
     for phase in Phase:
         try:
             checked_scale_file(profile, phase)
         except ScaleFileError as bad:
-            yield Mistake("profile", f"{config.profile}: {bad}")
+            yield Mistake("profile", f"{name}: {bad}")
     for text in dict.fromkeys(_folder_problems(profile)) or _disagreements(profile, cache):
-        yield Mistake("profile", f"{config.profile}: {text}")
+        yield Mistake("profile", f"{name}: {text}")
     embedded = any(profile.weights_of(phase).embedded for phase in Phase)
     if embedded and model_store.problems(model_store.prepared_dir(model_store.EMBEDDED, cache)):
         yield from _preparation_problems(cache, machine)

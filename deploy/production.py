@@ -53,19 +53,19 @@ def refusals(config: SystemConfig) -> Iterator[Mistake]:
     yield from _redis_refusals(config.redis.state_url)
 
 
-def profile_refusals(config: SystemConfig, profile: object) -> Iterator[Mistake]:
-    """What is refused of a model profile, given as read from YAML."""
+def profile_refusals(config: SystemConfig, name: str, profile: object) -> Iterator[Mistake]:
+    """What is refused of the model profile of that name, given as read from YAML."""
     if config.mode != "production" or not isinstance(profile, Mapping):
         return
     if profile.get("integrity") is False:
         yield Mistake(
             "profile",
-            f"{config.profile} serves without page checks: {_IN_PRODUCTION}; remove integrity: off from it",
+            f"{name} serves without page checks: {_IN_PRODUCTION}; remove integrity: off from it",
         )
     if profile.get("engine") == "scripted":
         yield Mistake(
             "profile",
-            f"{config.profile} answers from a script, not from a model: {_IN_PRODUCTION}; choose a profile "
+            f"{name} answers from a script, not from a model: {_IN_PRODUCTION}; choose a profile "
             "with engine: vllm",
         )
 

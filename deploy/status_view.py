@@ -5,11 +5,13 @@ from typing import Any
 
 
 def text(status: Mapping[str, Any]) -> str:
-    """A table of the control surface's `/status`, and who gets no requests for what reason."""
+    """The control surface's `/status`: which profile runs, a table, and who gets no requests and why."""
     return "\n".join(_lines(status))
 
 
 def _lines(status: Mapping[str, Any]) -> Iterator[str]:
+    if (profile := status["profile"]) is not None:
+        yield profile["instead"] or f"profile {profile['name']}"
     yield (
         f"{'REPLICA':<12}{'PHASE':<10}{'FORMAT':<10}{'PID':>8}{'FREE':>14}{'RUN':>6}{'WAIT':>6}{'MOVING':>8}"
         f"{'BUS':>6}  CONTRACT"

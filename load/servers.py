@@ -96,9 +96,21 @@ def phasegate(profile: Path, settings: Mapping[str, Any] | None = None) -> Itera
         try:
             if subprocess.run([*up, "--detach"], cwd=ROOT, check=False).returncode:
                 raise ServerFailed("`phasegate up` failed")
-            yield Phasegate(state)
+            running = Phasegate(state)
+            require_asked(running.status())
+            yield running
         finally:
             subprocess.run([*_CLI, "down", "--state", str(state)], cwd=ROOT, check=False)
+
+
+def require_asked(status: Mapping[str, Any]) -> None:
+    """A figure must be of the profile that its manifest names.
+
+    Raises:
+        ServerFailed: another profile runs, since this processor cannot do a format of the one asked for.
+    """
+    if (instead := status["profile"]["instead"]) is not None:
+        raise ServerFailed(f"not what was to be measured: {instead}")
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,7 @@ def test_every_answer_carries_one_request_id(client: httpx.Client, stack: Stack)
 def test_status_names_both_phases_and_the_gateway(stack: Stack) -> None:
     status = stack.status()
 
+    assert status["profile"] == {"name": "exact", "instead": None}
     assert {row["phase"] for row in status["replicas"]} == {"prefill", "decode"}
     assert all(row["format"] == "fp32" and psutil.pid_exists(row["pid"]) for row in status["replicas"])
     assert [set(row) for row in status["gateways"]] == [

@@ -48,6 +48,26 @@ def shortcomings(profile: ModelProfile, device: Device, features: frozenset[str]
             yield f"{parser}: answers are not parsed yet; the nearest that works is a profile without it"
 
 
+def processor_lacks(profile: ModelProfile, device: Device, features: frozenset[str]) -> Iterator[str]:
+    """What of this profile's engines asks for another processor; one clause each. Part of `shortcomings`."""
+    if device != "cpu" or profile.engine == "scripted":
+        return
+    for phase in Phase:
+        if (lack := _cache_lack(profile, phase, features)) is not None:
+            yield lack
+
+
+def _cache_lack(profile: ModelProfile, phase: Phase, features: frozenset[str]) -> str | None:
+    part = profile.phase(phase)
+    needed = _CACHE_ON_CPU.get(part.format)
+    if part.gpu is not None or needed is None or needed in features:
+        return None
+    return (
+        f"{phase}.kv_format: a cache in {part.format} needs a processor with {needed.upper()}, and this one "
+        "has none"
+    )
+
+
 def _on_cpu(profile: ModelProfile, phase: Phase, features: frozenset[str]) -> Iterator[str]:
     part = profile.phase(phase)
     if part.gpu is not None:
@@ -61,12 +81,8 @@ def _on_cpu(profile: ModelProfile, phase: Phase, features: frozenset[str]) -> It
             f"{phase}.weight_format: weights in {part.weight_format} need a GPU; the nearest that works here "
             "is int4 or bf16"
         )
-    needed = _CACHE_ON_CPU.get(part.format)
-    if needed is not None and needed not in features:
-        yield (
-            f"{phase}.kv_format: a cache in {part.format} needs a processor with {needed.upper()}, and this "
-            "one has none; the nearest that works here is kv_format bf16 with dtype bfloat16"
-        )
+    if (lack := _cache_lack(profile, phase, features)) is not None:
+        yield f"{lack}; the nearest that works here is kv_format bf16 with dtype bfloat16"
 
 
 def gpu_shortcomings(profile: ModelProfile, phase: Phase, capability: Capability) -> Iterator[str]:

@@ -142,6 +142,9 @@ class ModelProfile:
     """Tokens of prompt and answer together."""
     aliases: tuple[ModelId, ...] = ()
     """Other names of the same model."""
+    fallback: Name | None = None
+    """Name of the profile that is used instead where the processor cannot do a format of this one's caches.
+    It has the same `model_id` and `aliases`, and no `fallback` itself. None: such a start is refused."""
     engine: Literal["vllm", "scripted"] = "vllm"
     """`scripted` computes nothing: its answers are made up, its pages and pace are real. Mode dev only."""
     source_revision: str | None = None

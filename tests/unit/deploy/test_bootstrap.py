@@ -44,6 +44,7 @@ def test_without_avx512_set_up_says_what_still_works_and_goes_on() -> None:
     assert "everything runs" in notice
     assert "exact" in notice
     assert "FP8" in notice
+    assert "smollm2-135m-bf16" in notice
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ def test_models_can_be_added_and_listed(
     assert main(["model", "list"]) == 0
     listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     shipped = ("exact", "glm-5.2", "kimi-k2.6", "qwen3-32b", "scripted", "smollm2-135m")
+    shipped += ("smollm2-135m-bf16",)
     assert listed == [[name, "shipped"] for name in shipped]
 
 
@@ -149,7 +150,7 @@ def test_config_check_tells_every_mistake_and_what_the_machine_lacks(tmp_path: P
 
 def test_config_check_of_a_good_file_says_so_and_makes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "system.yaml"
-    file.write_text("limits: {max_in_flight: 8}\n")
+    file.write_text("profile: exact\nlimits: {max_in_flight: 8}\n")
     state = tmp_path / "state"
 
     ran = phasegate(

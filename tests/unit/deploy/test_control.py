@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from deploy import integrity_view
+from deploy import integrity_view, status_view
 from deploy.cli import main
 from deploy.control import ControlError, ControlServer, ask, status_json
 from deploy.metrics_page import ProcessPage
@@ -26,6 +26,7 @@ GATEWAY: dict[str, Any] = {
     "contract": "fp_a",
     "drifted": [{"id": "b", "phase": "decode", "contract": "fp_b", "why": WHY}],
 }
+PROFILE: dict[str, str | None] = {"name": "small", "instead": None}
 CHECKED = Coverage(ledger="generation", checked=("writes", "copies"), unchecked=())
 
 
@@ -82,7 +83,7 @@ def stopped() -> threading.Event:
 @pytest.fixture
 def socket(stopped: threading.Event) -> Iterator[str]:
     with TemporaryDirectory(prefix="pg") as folder:
-        server = ControlServer(Path(folder) / "control.sock", stopped.set)
+        server = ControlServer(Path(folder) / "control.sock", stopped.set, profile=PROFILE)
         server.start()
         server.use(Fleet, "ready")
         yield str(Path(folder) / "control.sock")
@@ -99,6 +100,7 @@ def test_status_lists_gauges_sorted_by_id(socket: str) -> None:
         *("in_flight_transfers", "bus_queue", "inside", "contract", "integrity"),
     }
     assert answer["gateways"] == [GATEWAY]
+    assert answer["profile"] == PROFILE
 
 
 def test_status_tells_what_each_replica_checks_and_has_found(socket: str) -> None:
@@ -156,14 +158,22 @@ def test_status_names_who_gets_no_requests_and_what_differs(
     running: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", "--state", running]) == 0
-    head, first, second, gateway, drifted, rest = capsys.readouterr().out.splitlines()
+    profile, head, first, second, gateway, drifted, rest = capsys.readouterr().out.splitlines()
 
+    assert profile == "profile small"
     assert first.split() == ["a", "decode", "bf16", "1", "1/1", *"1111", "fp_a"]
     assert second.split()[-1] == "fp_b"
     assert first.index("fp_a") == head.index("CONTRACT")
     assert gateway == "gateway g  pid 3  in flight 0  contract fp_a"
     assert drifted == f"b gets no requests: {WHY}"
     assert rest == "not ready yet"
+
+
+def test_status_tells_why_another_profile_runs_than_was_asked_for() -> None:
+    why = "profile small is used instead of large: there is no room"
+    status = {"profile": {"name": "small", "instead": why}, "replicas": [], "gateways": []}
+
+    assert status_view.text(status).splitlines()[0] == why
 
 
 def test_the_command_prints_that_table_and_no_other(
@@ -203,7 +213,7 @@ def test_a_socket_that_a_dead_supervisor_left_is_replaced(tmp_path: Path) -> Non
 
     server.start()
 
-    assert ask(str(left), "GET", "/status") == {"replicas": [], "gateways": []}
+    assert ask(str(left), "GET", "/status") == {"profile": None, "replicas": [], "gateways": []}
     server.close()
     server.close()
 

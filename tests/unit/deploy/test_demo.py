@@ -14,7 +14,7 @@ COMMAND = """
 import json, os, pathlib, sys
 verb, state = sys.argv[1], pathlib.Path(sys.argv[3])
 with (state / "told").open("a") as told:
-    print(verb, file=told)
+    print(verb, *(word for word in sys.argv if word == "--colour=red"), file=told)
 if verb == "up":
     {up}
 """
@@ -59,6 +59,11 @@ def test_a_system_that_was_ready_is_stopped(tmp_path: Path) -> None:
         assert told(tmp_path) == ["up"]
 
     assert told(tmp_path) == ["up", "down"]
+
+
+def test_options_of_the_start_are_handed_on(tmp_path: Path) -> None:
+    with system(tmp_path, command(tmp_path, READY), chosen=["--colour=red"]):
+        assert told(tmp_path) == ["up", "--colour=red"]
 
 
 def test_a_system_is_stopped_after_a_failure_in_between(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def lines(name: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("name", [*BIG, "exact", "smollm2-135m"])
+@pytest.mark.parametrize("name", [*BIG, "exact", "smollm2-135m", "smollm2-135m-bf16"])
 def test_vllm_takes_the_arguments_of_both_phases_of_a_shipped_profile(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,7 +95,7 @@ def test_the_socket_answers_beside_it_and_both_end_together(logs: Path) -> None:
     server = ControlServer(logs / "c.sock", threading.Event().set, Internal(listener, "t0ken", logs))
     server.start()
 
-    assert ask(str(logs / "c.sock"), "GET", "/status") == {"replicas": [], "gateways": []}
+    assert ask(str(logs / "c.sock"), "GET", "/status") == {"profile": None, "replicas": [], "gateways": []}
     assert get(f"http://127.0.0.1:{port}/metrics").status_code == 200
     server.close()
     with pytest.raises(httpx.ConnectError):

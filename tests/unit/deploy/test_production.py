@@ -76,23 +76,23 @@ def test_what_is_fit_for_production_is_taken(setting: dict[str, Any]) -> None:
 
 
 def test_a_scripted_engine_is_refused_in_production_only() -> None:
-    (refused,) = profile_refusals(config(profile="scripted"), {"engine": "scripted"})
+    (refused,) = profile_refusals(config(), "own", {"engine": "scripted"})
 
     assert refused.key == "profile"
     assert "engine: vllm" in refused.text
-    assert list(profile_refusals(config("dev"), {"engine": "scripted"})) == []
-    assert list(profile_refusals(config(), {"engine": "vllm"})) == []
-    assert list(profile_refusals(config(), {})) == []
-    assert list(profile_refusals(config(), None)) == []
+    assert list(profile_refusals(config("dev"), "own", {"engine": "scripted"})) == []
+    assert list(profile_refusals(config(), "own", {"engine": "vllm"})) == []
+    assert list(profile_refusals(config(), "own", {})) == []
+    assert list(profile_refusals(config(), "own", None)) == []
 
 
 def test_unchecked_pages_are_refused_in_production_only() -> None:
-    (refused,) = profile_refusals(config(profile="own"), {"integrity": False})
+    (refused,) = profile_refusals(config(), "own", {"integrity": False})
 
     assert refused.key == "profile"
     assert "integrity: off" in refused.text
-    assert list(profile_refusals(config("dev"), {"integrity": False})) == []
-    assert list(profile_refusals(config(), {"integrity": True})) == []
+    assert list(profile_refusals(config("dev"), "own", {"integrity": False})) == []
+    assert list(profile_refusals(config(), "own", {"integrity": True})) == []
 
 
 def test_weak_secrets_of_the_state_folder_are_refused_in_production_only() -> None:

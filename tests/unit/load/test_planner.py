@@ -93,12 +93,20 @@ def test_the_readme_has_the_table_that_the_command_prints(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("name", "kv_format", "tokens"), [("smollm2-135m", "bf16", 46_592), ("exact", "fp32", 23_296)]
+    ("name", "phase", "kv_format", "tokens"),
+    [
+        ("smollm2-135m", "prefill", "bf16", 46_592),
+        ("smollm2-135m", "decode", "fp8_e4m3", 93_184),
+        ("smollm2-135m-bf16", "decode", "bf16", 46_592),
+        ("exact", "decode", "fp32", 23_296),
+    ],
 )
 def test_tokens_are_those_that_an_engine_of_the_profile_has_here(
-    name: str, kv_format: str, tokens: int
+    name: str, phase: str, kv_format: str, tokens: int
 ) -> None:
-    assert rows(name)["decode", kv_format]["tokens"] == tokens
+    row = rows(name)[phase, kv_format]
+
+    assert (row["tokens"], row["configured"]) == (tokens, True)
 
 
 def test_fp8_holds_twice_as_much_where_no_scales_are_kept() -> None:

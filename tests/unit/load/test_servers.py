@@ -2,7 +2,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from load.servers import plain_environment, plain_options
+import pytest
+
+from load.servers import ServerFailed, plain_environment, plain_options, require_asked
 
 PROFILE: dict[str, Any] = {
     "context_length": 8192,
@@ -34,3 +36,10 @@ def test_the_plain_server_has_as_many_threads_and_as_much_cache_as_prefill() -> 
     environment = plain_environment(PROFILE)
 
     assert (environment["OMP_NUM_THREADS"], environment["VLLM_CPU_KVCACHE_SPACE"]) == ("5", "3")
+
+
+def test_another_profile_than_the_one_to_be_measured_is_refused() -> None:
+    require_asked({"profile": {"name": "asked", "instead": None}})
+
+    with pytest.raises(ServerFailed, match="not what was to be measured: profile other is used instead"):
+        require_asked({"profile": {"name": "other", "instead": "profile other is used instead of asked"}})

@@ -7,7 +7,13 @@ import pytest
 import yaml
 
 from workers.api import Phase
-from workers.profile.hardware import GPU_CAPABILITY, Capability, gpu_shortcomings, shortcomings
+from workers.profile.hardware import (
+    GPU_CAPABILITY,
+    Capability,
+    gpu_shortcomings,
+    processor_lacks,
+    shortcomings,
+)
 from workers.profile.schema import ModelProfile, parse_profile
 from workers.profile.vllm_args import Device
 
@@ -55,6 +61,7 @@ def test_what_the_machine_can_do_is_no_shortcoming(
     profile: ModelProfile, device: Device, features: frozenset[str]
 ) -> None:
     assert list(shortcomings(profile, device, features)) == []
+    assert list(processor_lacks(profile, device, features)) == []
 
 
 def test_an_fp8_cache_on_an_older_processor_is_told_with_what_works() -> None:
@@ -62,6 +69,16 @@ def test_an_fp8_cache_on_an_older_processor_is_told_with_what_works() -> None:
 
     assert told.startswith("decode.kv_format: a cache in fp8_e4m3 needs a processor with AVX512F")
     assert "kv_format bf16" in told
+    assert list(processor_lacks(FP8, "cpu", OLD)) == [told.partition(";")[0]]
+
+
+def test_what_is_for_a_gpu_asks_nothing_of_the_processor() -> None:
+    profile = a_profile(decode={"gpu": "h200", "kv_format": "fp8_e4m3"})
+
+    (told,) = shortcomings(profile, "cpu", OLD)
+
+    assert told.startswith("decode.gpu: ")
+    assert list(processor_lacks(profile, "cpu", OLD)) == []
 
 
 @pytest.mark.parametrize(

@@ -44,15 +44,22 @@ def parse(**changes: Any) -> ModelProfile:
 
 
 @pytest.mark.parametrize(
-    ("name", "format_"), [("smollm2-135m", "bf16"), ("exact", "fp32"), ("scripted", "bf16")]
+    ("name", "prefill", "decode"),
+    [
+        ("smollm2-135m", "bf16", "fp8_e4m3"),
+        ("smollm2-135m-bf16", "bf16", "bf16"),
+        ("exact", "fp32", "fp32"),
+        ("scripted", "bf16", "bf16"),
+    ],
 )
-def test_shipped_profiles_are_valid_and_cache_what_they_say(name: str, format_: str) -> None:
+def test_shipped_profiles_are_valid_and_cache_what_they_say(name: str, prefill: str, decode: str) -> None:
     path = MODELS / f"{name}.yaml"
     profile = parse_profile(yaml.safe_load(path.read_text()), source=path.name)
 
     assert profile.name == name
     assert profile.model_id == "@cf/huggingfacetb/smollm2-135m-instruct"
-    assert profile.prefill.format == profile.decode.format == WireFormat(format_)
+    assert (profile.prefill.format, profile.decode.format) == (WireFormat(prefill), WireFormat(decode))
+    assert profile.aliases == ("smollm2-135m",)
 
 
 @pytest.mark.parametrize(
