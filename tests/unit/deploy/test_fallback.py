@@ -102,8 +102,7 @@ def test_an_own_profile_without_a_fallback_is_refused_with_what_would_work(
 
     assert choose_profile(config.profile, cache, machine).instead is None
     assert refused.key == "profile"
-    assert refused.text.endswith("and this one has none; the nearest that works here is kv_format bf16 with "
-                                 "dtype bfloat16")  # fmt: skip
+    assert "the nearest that works here is kv_format bf16" in refused.text
 
 
 def test_an_own_profile_may_fall_back_to_a_registered_one(cache: Path, tmp_path: Path) -> None:

@@ -13,13 +13,15 @@ from deploy.config import SystemConfig, parse
 from deploy.preflight import FOLDER_NEEDS_BYTES, MIB, Machine, problems
 from deploy.state import StateDir, load_or_create_secrets, open_state
 
-PLENTY = Machine(free_bytes=lambda _: 1 << 40, port_problem=lambda host, port: None)
+PLENTY = Machine(
+    free_bytes=lambda _: 1 << 40,
+    port_problem=lambda host, port: None,
+    features=lambda: frozenset({"avx2", "avx512f"}),
+)
 
 
 def short_of(folder: str, free: int) -> Machine:
-    return Machine(
-        free_bytes=lambda path: free if str(path) == folder else 1 << 40, port_problem=lambda host, port: None
-    )
+    return replace(PLENTY, free_bytes=lambda path: free if str(path) == folder else 1 << 40)
 
 
 def told(config: SystemConfig, root: Path, cache: Path, **options: Any) -> dict[str, str]:
@@ -56,9 +58,8 @@ def test_a_machine_that_can_start_has_no_problem_and_nothing_is_made(
 def test_a_scale_file_that_is_not_for_the_cache_stands_in_the_way(tmp_path: Path) -> None:
     decode = {"kv_format": "fp8_e4m3", "kv_scales": str(tmp_path / "none.json")}
     config = SystemConfig(profile=own_profile(tmp_path, decode=decode))
-    machine = replace(PLENTY, features=lambda: frozenset({"avx512f"}))
 
-    found = told(config, tmp_path / "state", tmp_path / "cache", machine=machine)
+    found = told(config, tmp_path / "state", tmp_path / "cache")
 
     assert "decode.kv_scales: " in found["profile"]
     assert "none.json: No such file" in found["profile"]
@@ -86,7 +87,9 @@ def test_without_haproxy_the_plain_proxy_is_offered_and_is_enough(own: SystemCon
 
 def test_everything_is_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file in the way")
-    nothing = Machine(free_bytes=lambda _: 0, port_problem=lambda host, port: "Address already in use")
+    nothing = replace(
+        PLENTY, free_bytes=lambda _: 0, port_problem=lambda host, port: "Address already in use"
+    )
 
     found = told(SystemConfig(profile="absent"), tmp_path / "state", tmp_path, machine=nothing)
 
@@ -226,7 +229,7 @@ def test_a_taken_port_is_told_with_who_holds_it(own: SystemConfig, tmp_path: Pat
 def test_ports_of_the_running_system_itself_and_of_doubtful_keys_are_not_looked_at(
     own: SystemConfig, tmp_path: Path
 ) -> None:
-    taken = Machine(free_bytes=lambda _: 1 << 40, port_problem=lambda host, port: "taken")
+    taken = replace(PLENTY, port_problem=lambda host, port: "taken")
 
     assert told(own, tmp_path / "s", tmp_path, machine=taken).keys() == {"port", "internal_port"}
     assert told(own, tmp_path / "s", tmp_path, machine=taken, running=True) == {}
@@ -234,9 +237,7 @@ def test_ports_of_the_running_system_itself_and_of_doubtful_keys_are_not_looked_
 
 
 def test_the_dashboards_port_is_looked_at_when_there_is_one(tmp_path: Path) -> None:
-    taken = Machine(
-        free_bytes=lambda _: 1 << 40, port_problem=lambda host, port: "taken" if port == 8265 else None
-    )
+    taken = replace(PLENTY, port_problem=lambda host, port: "taken" if port == 8265 else None)
     raw = {"profile": own_profile(tmp_path), "dashboard": {"host": "127.0.0.1"}}
 
     assert told(parse(raw, source="x"), tmp_path / "s", tmp_path, machine=taken).keys() == {"dashboard.port"}
