@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy import local, preflight
+from deploy import dry_run, local, preflight
 from deploy.cli import main
 from deploy.config import PROFILE_DEFAULT, SystemConfig
 from deploy.local import StartError, Supervisor
@@ -172,6 +172,23 @@ def test_commands_that_look_ahead_say_which_profile_would_run(
     assert main([*command, "--config", str(file), *state]) == 0
 
     assert capsys.readouterr().out.splitlines().count(f"{prefix}{LINE}") == times
+
+
+@pytest.mark.parametrize(("features", "notes"), [(OLD, 1), (NEW, 0)], indirect=["features"])
+def test_a_dry_run_is_of_the_profile_asked_for_and_notes_what_a_start_would_use(
+    features: frozenset[str],
+    notes: int,
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(dry_run, "report", lambda profile: [f"report of {profile.name}"])
+
+    assert main(["preflight", "--dry-run"]) == 0
+
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == f"phasegate: report of {PROFILE_DEFAULT}"
+    assert said[1:] == [f"phasegate: note: in a start here {LINE}"] * notes
 
 
 @pytest.mark.usefixtures("features")
