@@ -5,8 +5,8 @@ reads the cluster's state: secrets are read inside the gateway's replica, from a
 """
 
 import gc
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -26,6 +26,7 @@ from deploy.tracing import Process, ProcessTracing, start_tracing
 from gateway.config import GatewayConfig, GatewaySecrets, ModelFacts
 from gateway.errors import RETRY_AFTER_S
 from gateway.ingress import GatewayReplica
+from gateway.routing.pressure import Marks
 from gateway.telemetry import Telemetry as GatewayTelemetry
 from workers.api import Phase
 from workers.pools.config import ReplicaConfig
@@ -41,6 +42,8 @@ from workers.telemetry import Telemetry
 APP_NAME: Final = "phasegate"
 PREFILL: Final = "Prefill"
 DECODE: Final = "Decode"
+DENSE: Final = "DenseDecode"
+"""Decode's second pool, where the profile has one."""
 GATEWAY: Final = "Gateway"
 
 MARGIN: Final = 16
@@ -70,6 +73,11 @@ class Plan:
     logs: Path
     """Each replica writes a file of its own here."""
     device: Device = "cpu"
+
+    @property
+    def of_dense(self) -> "Plan":
+        """As the engines of decode's second pool see it."""
+        return replace(self, profile=self.profile.densest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +140,7 @@ class GatewayDeployment(GatewayReplica):
         secrets_file: str,
         watch: Watch,
         prefill: Any,
-        decode: Any,
+        decode: Sequence[Any],
         *,
         profile: Mapping[str, Any],
     ) -> None:
@@ -206,7 +214,9 @@ def build(plan: Plan) -> Any:
 
         decode_class, gateway_class = BothWaysDecode, BothWaysGateway
     prefill = _pool(PREFILL, PrefillDeployment, plan, Phase.PREFILL)
-    decode = _pool(DECODE, decode_class, plan, Phase.DECODE)
+    decode = [_pool(DECODE, decode_class, plan, Phase.DECODE)]
+    if plan.profile.dense is not None:
+        decode.append(_pool(DENSE, decode_class, plan.of_dense, Phase.DECODE))
     gateway = serve.deployment(
         name=GATEWAY,
         num_replicas=1,
@@ -313,6 +323,7 @@ def gateway_config(plan: Plan) -> GatewayConfig:
         silence_s=limits.silence_s,
         shutdown_grace_s=limits.shutdown_grace_s,
         proxy_labels=True,
+        marks=Marks(above=plan.profile.dense_above, below=plan.profile.dense_below),
         holds=plan.config.testing.holds,
     )
 

@@ -47,7 +47,8 @@ def calibrate(profile: ModelProfile, folder: Path, text: str, *, device: Device 
         seen = measure(profile, str(folder), prompts, device=device)
     except UnmeasuredModel as bad:
         raise CalibrationError(f"profile {profile.name}: {bad}") from None
-    target = profile.decode.format if profile.decode.format in BYTE_WIDE else WireFormat.FP8_E4M3
+    wanted = profile.densest.decode.format
+    target = wanted if wanted in BYTE_WIDE else WireFormat.FP8_E4M3
     return ScaleFile(
         version=1,
         format=target,

@@ -90,15 +90,15 @@ class NoFleet:
 class ServeFleet:
     """The running application, asked through Serve handles. Make it in the loop that will use it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, dense: bool) -> None:
+        """`dense`: decode has a second pool."""
         from ray import serve
 
-        from deploy.app import APP_NAME, DECODE, GATEWAY, PREFILL
+        from deploy.app import APP_NAME, DECODE, DENSE, GATEWAY, PREFILL
         from gateway.dispatch.pools import ServePool
 
-        self._pool = ServePool(
-            serve.get_deployment_handle(PREFILL, APP_NAME), serve.get_deployment_handle(DECODE, APP_NAME)
-        )
+        names = (PREFILL, DECODE, DENSE) if dense else (PREFILL, DECODE)
+        self._pool = ServePool(*(serve.get_deployment_handle(name, APP_NAME) for name in names))
         self._gateways = serve.get_deployment_handle(GATEWAY, APP_NAME)
 
     async def replicas(self) -> list[ReplicaStatus]:

@@ -38,20 +38,27 @@ def report(profile: ModelProfile) -> Iterator[str]:
     if profile.engine == "scripted":
         raise ConfigError(f"profile: {profile.name} has scripted engines: vLLM is told nothing")
     wrong: list[str] = []
-    for phase in Phase:
-        part, told = profile.phase(phase), words(profile, phase)
+    for name, served, phase in _pools(profile):
+        part, told = served.phase(phase), words(served, phase)
         where = "the CPU" if part.gpu is None else f"{part.tensor_parallel} x {part.gpu.upper()}"
-        yield f"{phase} on {where}:"
+        yield f"{name} on {where}:"
         yield from (f"  {line}" for line in vllm_check.shown(told))
         if part.gpu is not None:
-            wrong += gpu_shortcomings(profile, phase, GPU_CAPABILITY[part.gpu])
+            wrong += gpu_shortcomings(served, phase, GPU_CAPABILITY[part.gpu])
         if (refused := vllm_check.refusal(told)) is not None:
-            wrong.append(f"{phase}: vLLM {vllm_check.version()} refuses its arguments: {refused}")
+            wrong.append(f"{name}: vLLM {vllm_check.version()} refuses its arguments: {refused}")
     wrong += vllm_check.unknown_parsers(profile)
     if wrong:
         raise ConfigError(f"profile {profile.name} would not start:\n  " + "\n  ".join(wrong))
     yield from _notes(profile)
     yield f"vLLM {vllm_check.version()} takes these arguments; no weights were read, nothing was started"
+
+
+def _pools(profile: ModelProfile) -> Iterator[tuple[str, ModelProfile, Phase]]:
+    for phase in Phase:
+        yield phase, profile, phase
+    if profile.dense is not None:
+        yield "dense", profile.densest, Phase.DECODE
 
 
 def _notes(profile: ModelProfile) -> Iterator[str]:

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -161,7 +162,7 @@ class Supervisor:
         self._switch.check()
         state_url = self._start_redis(secrets, undo)
         self._start_application(profile, folders, runtime, undo)
-        control.use(ServeFleet, "ready")
+        control.use(partial(ServeFleet, dense=profile.dense is not None), "ready")
         undo.callback(self._drain, control)
         on_ready(self._become_ready(profile, state_url, secrets))
 

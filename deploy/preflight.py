@@ -219,11 +219,15 @@ def _profile_problems(config: SystemConfig, cache: Path, machine: Machine) -> It
         return
     for text in shortcomings(profile, "cpu", machine.features()):
         yield Mistake("profile", f"{name}: {text}")
-    for phase in Phase:
+    parts = dict.fromkeys(
+        [(profile, Phase.PREFILL), (profile, Phase.DECODE), (profile.densest, Phase.DECODE)]
+    )
+    for served, phase in parts:
         try:
-            checked_scale_file(profile, phase)
+            checked_scale_file(served, phase)
         except ScaleFileError as bad:
-            yield Mistake("profile", f"{name}: {bad}")
+            told = str(bad) if served is profile else str(bad).replace(phase, "dense", 1)
+            yield Mistake("profile", f"{name}: {told}")
     for text in dict.fromkeys(_folder_problems(profile)) or _disagreements(profile, cache):
         yield Mistake("profile", f"{name}: {text}")
     embedded = any(profile.weights_of(phase).embedded for phase in Phase)

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
+from gateway.routing.pressure import Marks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
@@ -40,6 +42,8 @@ class GatewayConfig:
     """A proxy in front gives requests an `x-request-id` and returns it on answers, as Serve's does."""
     shutdown_grace_s: float = 10.0
     """How long requests in flight may go on when this gateway is told to stop."""
+    marks: Marks = field(default_factory=Marks)
+    """Where decode has two pools: when new requests go to the denser one."""
     holds: str | None = None
     """Folder of barriers for tests, in mode `dev` only: see `kv_transfer.testing.holds`."""
     silence_s: float = 10.0

@@ -5,6 +5,7 @@ import contextlib
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -14,6 +15,7 @@ from gateway.config import GatewayConfig, GatewaySecrets
 from gateway.dispatch import driver
 from gateway.dispatch.bus_receiver import BusReceiver
 from gateway.dispatch.fleet import Fleet
+from gateway.dispatch.placement import Placement
 from gateway.dispatch.pools import EnginePool, ServePool
 from gateway.dispatch.summary import Summaries
 from gateway.drain import Drain, take_leave
@@ -62,6 +64,7 @@ class Gateway:
         engines = driver.Services(
             pool=pool,
             fleet=self._fleet,
+            placement=Placement(self._fleet, self._metrics, config.marks),
             bus=self._bus,
             gateway_id=self.id,
             block_size=config.model.block_size,
@@ -141,14 +144,15 @@ class Gateway:
 
 
 class GatewayReplica:
-    """The gateway inside a Serve replica. `prefill` and `decode` are deployment handles."""
+    """The gateway inside a Serve replica. `prefill` and `decode` are deployment handles, decode's one
+    for each of its pools."""
 
     def __init__(
         self,
         config: GatewayConfig,
         secrets: GatewaySecrets,
         prefill: Any,
-        decode: Any,
+        decode: Sequence[Any],
         *,
         membership: Membership,
         contract: Contract,
@@ -157,7 +161,7 @@ class GatewayReplica:
         """Takes seconds: imports vLLM for its renderer."""
         self._gateway = Gateway(
             config,
-            pool=ServePool(prefill, decode),
+            pool=ServePool(prefill, *decode),
             renderer=VllmRenderer(config.model.model_dir, config.model.context_length),
             store=TenantStore.open(secrets.state_url, secrets.pepper),
             telemetry=telemetry,

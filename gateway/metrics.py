@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 
 from gateway.errors import ApiError
 from gateway.step_histogram import StepHistogram
+from kv_transfer.api import WireFormat
 from workers.api import FaultKind, Phase
 
 _FIRST_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -155,6 +156,22 @@ class GatewayMetrics:
             ("reason",),
             registry=registry,
         )
+        self._decode_formats = Counter(
+            "phasegate_decode_requests_total",
+            "Requests given to decode engines, by the format of their cache.",
+            ("format",),
+            registry=registry,
+        )
+        self._format_switches = Counter(
+            "phasegate_decode_format_switches_total",
+            "Times that new requests turned to decode engines with a cache of another format.",
+            registry=registry,
+        )
+        self._pressure = Gauge(
+            "phasegate_decode_pressure",
+            "Share of pages in use in decode's widest cache, at the last request; 0 with one format.",
+            registry=registry,
+        )
         self._drifted = Gauge(
             "phasegate_drifted_replicas",
             "Engine replicas that get no requests: they serve another model than the gateway, by phase.",
@@ -177,6 +194,8 @@ class GatewayMetrics:
             self._lost.labels(reason.value)
         for why in Alone:
             self._decode_alone.labels(why.value)
+        for format in WireFormat:
+            self._decode_formats.labels(format.value)
         for phase in Phase:
             self._drifted.labels(phase.value)
             for kind_of_fault in FaultKind:
@@ -223,6 +242,15 @@ class GatewayMetrics:
 
     def decode_alone(self, why: Alone) -> None:
         self._decode_alone.labels(why.value).inc()
+
+    def decode_format(self, format: WireFormat) -> None:
+        self._decode_formats.labels(format.value).inc()
+
+    def decode_format_switched(self) -> None:
+        self._format_switches.inc()
+
+    def decode_pressure(self, share: float) -> None:
+        self._pressure.set(share)
 
     def page(self, in_flight: int) -> bytes:
         """Everything, in Prometheus' text form."""

@@ -163,7 +163,7 @@ def row(
     tokens = tokens_held(engine, geometry, kv_format, block_size)
     batch = min(engine.max_sequences, tokens // context)
     bound = None
-    if phase == "decode" and engine.gpu is not None and batch:
+    if phase != "prefill" and engine.gpu is not None and batch:
         step = step_bytes(engine, geometry, kv_format, batch, context)
         bound = round(decode_bound(step, batch, GPUS[engine.gpu]))
     return {
@@ -200,7 +200,7 @@ def rows_of(profile: Mapping[str, Any], *, context: int, gpu: str | None = None)
         raise PlanError(f"{name}: the profile has no `geometry`, so its size is not known")
     geometry = parse_geometry(profile["geometry"], source=name)
     found = []
-    for phase in ("prefill", "decode"):
+    for phase in ("prefill", "decode", *(["dense"] if profile.get("dense") else ())):
         engine = engine_of(profile.get(phase) or {}, gpu)
         for kv_format in dict.fromkeys((DTYPE[engine.dtype], "fp8_e4m3", engine.cache)):
             found.append(

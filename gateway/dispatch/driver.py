@@ -14,6 +14,7 @@ from gateway.dispatch import flow
 from gateway.dispatch.bus_receiver import BusReceiver
 from gateway.dispatch.fleet import Fleet
 from gateway.dispatch.inbox import Inbox
+from gateway.dispatch.placement import Placement
 from gateway.dispatch.pools import EnginePool, as_value
 from gateway.dispatch.summary import RequestSummary, Summaries, rate
 from gateway.drain import Drain
@@ -27,7 +28,6 @@ from gateway.errors import (
     for_fault,
 )
 from gateway.metrics import Alone, GatewayMetrics, Stage
-from gateway.routing.policy import choose
 from gateway.routing.snapshot import Ask
 from gateway.telemetry import RequestTrace
 from kv_transfer.api import HandoffReport
@@ -72,6 +72,7 @@ class Services:
 
     pool: EnginePool
     fleet: Fleet
+    placement: Placement
     bus: BusReceiver
     gateway_id: str
     block_size: int
@@ -149,7 +150,7 @@ class Call:
         enter, own_id = self._s.fleet.enter, self._job.request_id
         if self._prefill_replica:
             enter(self._prefill_replica, own_id, lambda: self._tell(flow.PrefillLost()))
-        enter(decode_replica, own_id, lambda: self._tell(flow.DecodeLost()))
+        enter(decode_replica, own_id, lambda: self._tell(flow.DecodeLost()), pages=self._pages)
         self._state, actions = flow.start(with_prefill=self._prefill_replica is not None)
         self._trace.note(prefill_replica=self._prefill_replica, decode_replica=self._decode_replica)
         self._trace.enter(Stage.FIRST_TOKEN)
@@ -190,6 +191,7 @@ class Call:
             fresh, self._fresh = self._fresh, ()
             if self._first_at is None:
                 self._first_at = self._s.now()
+                self._s.fleet.began(self._decode_replica, self._job.request_id)
             self._trace.delivered()
             self.billed_tokens += len(fresh)
             return fresh  # the reader may find a stop string and not come back for how decode ended
@@ -227,9 +229,12 @@ class Call:
     def ttft_s(self) -> float | None:
         return None if self._first_at is None else self._first_at - self._started
 
+    @property
+    def _pages(self) -> int:
+        return -(-len(self._job.token_ids) // self._s.block_size)
+
     def _choose(self, phase: Phase) -> str | None:
-        pages = -(-len(self._job.token_ids) // self._s.block_size)
-        return choose(Ask(request_id=self._job.request_id, pages=pages), self._s.fleet.candidates(phase))
+        return self._s.placement.choose(phase, Ask(request_id=self._job.request_id, pages=self._pages))
 
     def _alone(self, why: Alone) -> None:
         log.warning("request.decode_alone request_id=%s why=%s", self._job.request_id, why)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from gateway.dispatch.pools import EnginePool
 from gateway.metrics import LostReplica
 from gateway.routing.snapshot import Candidate
-from kv_transfer.api import Contract
+from kv_transfer.api import Contract, WireFormat
 from workers.api import FaultKind, Frame, Gauges, Phase, ReplicaInfo, WorkerFault
 
 log = logging.getLogger(__name__)
@@ -38,6 +38,13 @@ class Member:
     """What it serves that is not what the gateway renders for. It gets nothing at all."""
     on_lost: dict[str, Callable[[], None]] = field(default_factory=dict)
     """By request id: the requests this gateway has in the replica."""
+    promised: dict[str, int] = field(default_factory=dict)
+    """By request id: pages that those need which have no token yet. The replica's own count may miss them."""
+
+    @property
+    def free_pages(self) -> int:
+        known = self.gauges.free_pages if self.gauges else self.info.total_pages
+        return max(0, known - sum(self.promised.values()))
 
 
 class Fleet:
@@ -74,7 +81,8 @@ class Fleet:
             Candidate(
                 replica_id=replica_id,
                 total_pages=member.info.total_pages,
-                free_pages=member.gauges.free_pages if member.gauges else member.info.total_pages,
+                format=WireFormat(member.info.format),
+                free_pages=member.free_pages,
                 load=max(
                     member.gauges.running + member.gauges.waiting if member.gauges else 0, len(member.on_lost)
                 ),
@@ -98,13 +106,25 @@ class Fleet:
     def info(self, replica_id: str) -> ReplicaInfo:
         return self._members[replica_id].info
 
-    def enter(self, replica_id: str, request_id: str, on_lost: Callable[[], None]) -> None:
-        """The request is now in the replica; `on_lost` is called once if the replica is lost meanwhile."""
-        self._members[replica_id].on_lost[request_id] = on_lost
+    def enter(self, replica_id: str, request_id: str, on_lost: Callable[[], None], *, pages: int = 0) -> None:
+        """The request is now in the replica; `on_lost` is called once if the replica is lost meanwhile.
+
+        Args:
+            pages: that it will hold there; counted as used until it has `began`.
+        """
+        member = self._members[replica_id]
+        member.on_lost[request_id] = on_lost
+        member.promised[request_id] = pages
+
+    def began(self, replica_id: str, request_id: str) -> None:
+        """Its first token is there: its pages are in the replica's own count."""
+        if member := self._members.get(replica_id):
+            member.promised.pop(request_id, None)
 
     def leave(self, replica_id: str, request_id: str) -> None:
         if member := self._members.get(replica_id):
             member.on_lost.pop(request_id, None)
+            member.promised.pop(request_id, None)
 
     def note(self, replica_id: str, fault: WorkerFault) -> None:
         """A call ended so. Where an engine seems to be dead nothing new goes until it speaks again."""
@@ -213,5 +233,6 @@ class Fleet:
         self._count_lost(why)
         log.warning("engine.lost replica=%s why=%s requests=%d", replica_id, why, len(member.on_lost))
         lost, member.on_lost = member.on_lost, {}
+        member.promised.clear()
         for tell in lost.values():
             tell()

@@ -56,21 +56,21 @@ class EnginePool(Protocol):
 
 
 class ServePool:
-    """Two Serve deployments behind `PinnedRouter`."""
+    """Serve deployments behind `PinnedRouter`: one of prefill, one or more of decode."""
 
-    def __init__(self, prefill: Any, decode: Any) -> None:
-        """Takes the two `DeploymentHandle`s. Making the options starts the routers, and with them the
-        replica lists: without it the lists would stay empty until a first call, which needs them."""
-        self._handles = {Phase.PREFILL: prefill, Phase.DECODE: decode}
+    def __init__(self, prefill: Any, *decode: Any) -> None:
+        """Takes `DeploymentHandle`s. Making the options starts the routers, and with them the replica lists:
+        without it the lists would stay empty until a first call, which needs them."""
+        self._pools = {Phase.PREFILL: (prefill,), Phase.DECODE: decode}
         self._methods = {
-            (phase, method): handle.options(method_name=method)
-            for phase, handle in self._handles.items()
+            (phase, number, method): handle.options(method_name=method)
+            for phase, handles in self._pools.items()
+            for number, handle in enumerate(handles)
             for method in (phase.value, _OWN[phase], "attach", "status", "metrics", "ledger")
         }
 
     def replicas(self, phase: Phase) -> tuple[str, ...]:
-        handle = self._handles[phase]
-        return replica_table.replicas(handle.app_name, handle.deployment_name)
+        return tuple(replica_id for handle in self._pools[phase] for replica_id in _replicas(handle))
 
     async def prefill(self, replica_id: str, request: PrefillRequest) -> PrefillResult | WorkerFault:
         answer: PrefillResult | WorkerFault = await self._call(Phase.PREFILL, "prefill", replica_id, request)
@@ -113,7 +113,17 @@ class ServePool:
         return answer
 
     async def _call(self, phase: Phase, method: str, replica_id: str, *args: object) -> Any:
-        return await settled(self._methods[phase, method].remote(*args, to=replica_id), method)
+        called = self._methods[phase, self._pool_of(phase, replica_id), method]
+        return await settled(called.remote(*args, to=replica_id), method)
+
+    def _pool_of(self, phase: Phase, replica_id: str) -> int:
+        """A replica that nobody has is looked for in the first pool, whose router says that it is gone."""
+        held = (n for n, handle in enumerate(self._pools[phase]) if replica_id in _replicas(handle))
+        return next(held, 0)
+
+
+def _replicas(handle: Any) -> tuple[str, ...]:
+    return replica_table.replicas(handle.app_name, handle.deployment_name)
 
 
 class Response(Protocol[T]):  # type: ignore[misc]

@@ -17,7 +17,7 @@ from kv_transfer.api.integrity import (
 from kv_transfer.api.ledger import LedgerPage, LedgerRow, LedgerSnapshot
 from kv_transfer.api.log_fields import FieldFormatter, PrivateLog, request_fields
 from kv_transfer.api.membership import Gate, Membership
-from kv_transfer.api.page import BYTE_WIDE, CONVERTIBLE, Layout, WireFormat
+from kv_transfer.api.page import BYTE_WIDE, CONVERTIBLE, ELEMENT_BYTES, Layout, WireFormat
 from kv_transfer.api.scales import (
     FLOOR,
     MARGIN,
@@ -34,6 +34,7 @@ from kv_transfer.api.scales import (
 __all__ = [
     "BYTE_WIDE",
     "CONVERTIBLE",
+    "ELEMENT_BYTES",
     "FLOOR",
     "LEDGER_CHECKS",
     "MARGIN",

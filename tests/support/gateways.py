@@ -15,6 +15,7 @@ from gateway.config import GatewayConfig, ModelFacts
 from gateway.dispatch import driver
 from gateway.dispatch.bus_receiver import BusReceiver
 from gateway.dispatch.fleet import Fleet
+from gateway.dispatch.placement import Placement
 from gateway.dispatch.summary import Summaries
 from gateway.drain import Drain
 from gateway.errors import StateUnavailable
@@ -112,6 +113,7 @@ async def running_gateway(
     engines = driver.Services(
         pool=pool,
         fleet=fleet,
+        placement=Placement(fleet, telemetry.metrics),
         bus=bus,
         gateway_id="g1",
         block_size=16,

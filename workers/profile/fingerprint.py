@@ -54,7 +54,7 @@ def contract_of(profile: ModelProfile, folder: Path) -> Contract:
     return contract_from(
         read_folder(folder),
         source_revision=profile.source_revision,
-        scales_sha256=scale_file_sha256(profile, Phase.DECODE),
+        scales_sha256=scale_file_sha256(profile.densest, Phase.DECODE),
     )
 
 

@@ -43,6 +43,9 @@ def shortcomings(profile: ModelProfile, device: Device, features: frozenset[str]
         return
     for phase in Phase:
         yield from _on_cpu(profile, phase, features)
+    if profile.dense is not None:
+        for text in _on_cpu(profile.densest, Phase.DECODE, features):
+            yield text.replace(Phase.DECODE, "dense", 1)
     for parser in ("tool_parser", "reasoning_parser"):
         if getattr(profile, parser) is not None:
             yield f"{parser}: answers are not parsed yet; the nearest that works is a profile without it"
@@ -55,6 +58,11 @@ def processor_lacks(profile: ModelProfile, device: Device, features: frozenset[s
     for phase in Phase:
         if (lack := _cache_lack(profile, phase, features)) is not None:
             yield lack
+    if (
+        profile.dense is not None
+        and (lack := _cache_lack(profile.densest, Phase.DECODE, features)) is not None
+    ):
+        yield lack.replace(Phase.DECODE, "dense", 1)
 
 
 def _cache_lack(profile: ModelProfile, phase: Phase, features: frozenset[str]) -> str | None:

@@ -1,14 +1,14 @@
 """The model profile: one YAML mapping, validated whole before anything starts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from annotated_types import Ge, Gt, Le, MinLen, MultipleOf
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 from pydantic.types import Strict
 
-from kv_transfer.api import BYTE_WIDE, CONVERTIBLE, WireFormat
+from kv_transfer.api import BYTE_WIDE, CONVERTIBLE, ELEMENT_BYTES, WireFormat
 from workers.api import Phase
 from workers.profile.geometry import Geometry
 
@@ -161,6 +161,13 @@ class ModelProfile:
     """Sizes, for a plan."""
     prefill: PhaseProfile = PhaseProfile()
     decode: PhaseProfile = PhaseProfile()
+    dense: PhaseProfile | None = None
+    """A second pool of decode engines, with a denser cache and decode's weights; None: there is none. New
+    requests go there while the pages of `decode` are nearly used up."""
+    dense_above: Fraction = 0.8
+    """Share of decode's pages in use from which new requests go to `dense`."""
+    dense_below: Fraction = 0.6
+    """Share at which they come back; what is in between changes nothing."""
 
     def __post_init__(self) -> None:
         have, wanted = self.prefill.format, self.decode.format
@@ -174,6 +181,8 @@ class ModelProfile:
         for phase in Phase:
             self._check_weights(phase)
             self._check_script(phase, self.phase(phase).script)
+        if self.dense is not None:
+            self._check_dense(self.dense)
 
     def _check_weights(self, phase: Phase) -> None:
         held = self.phase(phase).weight_format
@@ -190,6 +199,31 @@ class ModelProfile:
                 f"{phase}.script.pages: {script.pages} pages of {self.block_size} tokens hold less than one "
                 f"request of context_length {self.context_length}"
             )
+
+    def _check_dense(self, dense: PhaseProfile) -> None:
+        if ELEMENT_BYTES[dense.format] >= ELEMENT_BYTES[self.decode.format]:
+            raise ValueError(
+                f"dense.kv_format: {dense.format} is not denser than decode's {self.decode.format}"
+            )
+        if dense.weights is not None or dense.weight_format != "native":
+            raise ValueError("dense: weights are decode's; leave weights and weight_format out")
+        if self.dense_below >= self.dense_above:
+            raise ValueError(
+                f"dense_below {self.dense_below} must be less than dense_above {self.dense_above}"
+            )
+        try:
+            replace(self, decode=dense, dense=None)  # checked as the decode pool that it is
+        except ValueError as bad:
+            raise ValueError(str(bad).replace("decode", "dense")) from None
+
+    @property
+    def densest(self) -> "ModelProfile":
+        """As the engines of `dense` see it: decode is theirs. Without such a pool: this profile."""
+        if self.dense is None:
+            return self
+        weights, held = self.decode.weights, self.decode.weight_format
+        theirs = replace(self.dense, weights=weights, weight_format=held)
+        return replace(self, decode=theirs, dense=None)
 
     def phase(self, phase: Phase) -> PhaseProfile:
         return self.prefill if phase is Phase.PREFILL else self.decode

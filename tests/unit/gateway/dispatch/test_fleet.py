@@ -267,3 +267,23 @@ async def test_a_replica_that_fell_silent_is_judged_by_what_it_says_when_it_is_b
 
     assert watched.fleet.candidates(Phase.DECODE) == ()
     assert watched.fleet.count_drifted(Phase.DECODE) == 1
+
+
+async def test_pages_that_a_request_will_need_are_counted_until_it_has_begun(watched: Watched) -> None:
+    """The replica's own count comes late: a burst must not find the same pages free."""
+    watched.hear("d1", free_pages=20)
+    watched.fleet.enter("d1", "r1", lambda: None, pages=6)
+    watched.fleet.enter("d1", "r2", lambda: None, pages=9)
+
+    assert free_pages(watched) == 5
+    watched.fleet.began("d1", "r1")
+    assert free_pages(watched) == 11
+    watched.fleet.leave("d1", "r2")
+    assert free_pages(watched) == 20
+    watched.fleet.enter("d1", "r3", lambda: None, pages=30)
+    assert free_pages(watched) == 0
+
+
+def free_pages(watched: Watched) -> int:
+    (candidate,) = watched.fleet.candidates(Phase.DECODE)
+    return candidate.free_pages

@@ -108,3 +108,18 @@ async def test_calls_go_to_the_named_replica_of_the_right_deployment() -> None:
     assert prefill.calls == [("attach", ("gateway", "tcp://bus"), {"to": "p1"})]
     assert pool.replicas(Phase.DECODE) == ("d1", "d2")
     assert pool.replicas(Phase.PREFILL) == ()
+
+
+async def test_a_second_pool_of_decode_is_called_for_its_own_replicas() -> None:
+    prefill, decode, dense = FakeHandle("Prefill"), FakeHandle("Wide"), FakeHandle("Dense")
+    pool = ServePool(prefill, decode, dense)
+    replica_table.publish("tests", "Wide", ("w1",))
+    replica_table.publish("tests", "Dense", ("d1",))
+
+    await pool.refetch("d1", "request", 7)
+    await pool.refetch("w1", "request", 7)
+    await pool.refetch("gone", "request", 7)
+
+    assert [call[2]["to"] for call in dense.calls] == ["d1"]
+    assert [call[2]["to"] for call in decode.calls] == ["w1", "gone"]
+    assert pool.replicas(Phase.DECODE) == ("w1", "d1")
