@@ -5,7 +5,7 @@ reads the cluster's state: secrets are read inside the gateway's replica, from a
 """
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -140,11 +140,10 @@ class GatewayDeployment(GatewayReplica):
         secrets_file: str,
         watch: Watch,
         prefill: Any,
-        decode: Sequence[Any],
-        *,
+        *decode: Any,
         profile: Mapping[str, Any],
     ) -> None:
-        """`profile`: as `dump_profile` gives it."""
+        """`decode`: one for each pool. `profile`: as `dump_profile` gives it."""
         self._tracing = watch.begin("gateway")
         bind_internal_server(config.host)
         secrets = read_gateway_secrets(Path(secrets_file))
@@ -157,7 +156,7 @@ class GatewayDeployment(GatewayReplica):
             config,
             secrets,
             prefill,
-            decode,
+            *decode,
             membership=of_this_system(),
             contract=contract,
             telemetry=telemetry,
@@ -235,7 +234,7 @@ def build(plan: Plan) -> Any:
         str(plan.gateway_secrets),
         _watch(plan),
         prefill,
-        decode,
+        *decode,
         profile=dump_profile(plan.profile),
     )
 

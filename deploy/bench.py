@@ -1,6 +1,6 @@
 """Deployments for `python -m load gateway-cost`, in place of the usual ones: see `testing.handle_arm`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from deploy.app import DecodeDeployment, GatewayDeployment, Watch
@@ -20,9 +20,8 @@ class BothWaysGateway(GatewayDeployment):
         secrets_file: str,
         watch: Watch,
         prefill: Any,
-        decode: Sequence[Any],
-        *,
+        *decode: Any,
         profile: Mapping[str, Any],
     ) -> None:
-        await super().__init__(config, secrets_file, watch, prefill, decode, profile=profile)
+        await super().__init__(config, secrets_file, watch, prefill, *decode, profile=profile)
         add_handle_model(self._gateway.app, prefill, *decode)

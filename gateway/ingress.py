@@ -5,7 +5,6 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -152,8 +151,7 @@ class GatewayReplica:
         config: GatewayConfig,
         secrets: GatewaySecrets,
         prefill: Any,
-        decode: Sequence[Any],
-        *,
+        *decode: Any,
         membership: Membership,
         contract: Contract,
         telemetry: Telemetry,

@@ -168,8 +168,8 @@ class GatewayMetrics:
             registry=registry,
         )
         self._pressure = Gauge(
-            "phasegate_decode_pressure",
-            "Share of pages in use in decode's widest cache, at the last request; 0 with one format.",
+            "phasegate_decode_pages_used_ratio",
+            "Pages in use on decode over those of its widest format, at a request; 0 with one format.",
             registry=registry,
         )
         self._drifted = Gauge(

@@ -104,6 +104,7 @@ class Call:
         self._job = job
         self._trace = job.trace
         self._traceparent = job.trace.traceparent
+        self._pages = -(-len(job.token_ids) // services.block_size)
         self._transfer_id = secrets.token_hex(16)
         self._events: Inbox[flow.Event] = Inbox()
         self._tasks: dict[Phase, asyncio.Task[None]] = {}
@@ -228,10 +229,6 @@ class Call:
     @property
     def ttft_s(self) -> float | None:
         return None if self._first_at is None else self._first_at - self._started
-
-    @property
-    def _pages(self) -> int:
-        return -(-len(self._job.token_ids) // self._s.block_size)
 
     def _choose(self, phase: Phase) -> str | None:
         return self._s.placement.choose(phase, Ask(request_id=self._job.request_id, pages=self._pages))

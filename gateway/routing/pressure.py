@@ -1,7 +1,10 @@
-"""Which format of decode's cache new requests go to: the wider one, until its pages are nearly used up. Pure.
+"""Which format of decode's cache new requests go to: the wider one, while it could hold all that there is.
+Pure.
 
-Engines with a wider cache answer as precisely and at least as fast; engines with a denser one hold more. Two
-marks keep requests from going to and fro: between them everything stays as it is.
+Engines with a wider cache answer more precisely and at least as fast; engines with a denser one hold more.
+What counts is what all decode engines hold, wherever it is: measured by the wider pool alone, requests would
+come back as soon as it had emptied, and go to and fro for as long as the load lasts. Between two marks
+everything stays as it is. A page holds as many tokens in either format.
 """
 
 from collections.abc import Sequence
@@ -14,12 +17,12 @@ from kv_transfer.api import ELEMENT_BYTES, WireFormat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marks:
-    """Shares of the wider pool's pages in use, in [0, 1]."""
+    """Pages that decode's requests hold, as shares of the wider pool's pages."""
 
     above: float = 0.8
     """From here on new requests go to the denser pool."""
     below: float = 0.6
-    """They come back when no more than this is in use."""
+    """They come back when they hold no more than this."""
 
     def __post_init__(self) -> None:
         if not 0 < self.below < self.above <= 1:
@@ -37,12 +40,11 @@ def formats(candidates: Sequence[Candidate]) -> Formats | None:
     return Formats(wide=by_width[-1], dense=by_width[0]) if len(by_width) > 1 else None
 
 
-def pressure(candidates: Sequence[Candidate], format: WireFormat) -> float:
-    """Share of the pages in use in caches of this format; 1 where there are none."""
-    mine = [candidate for candidate in candidates if candidate.format is format]
-    total = sum(candidate.total_pages for candidate in mine)
-    used = sum(candidate.total_pages - candidate.free_pages for candidate in mine)
-    return used / total if total else 1.0
+def pressure(candidates: Sequence[Candidate], wide: WireFormat) -> float:
+    """Pages in use in all of them, over the pages of caches in this format; it may exceed 1."""
+    used = sum(candidate.total_pages - candidate.free_pages for candidate in candidates)
+    room = sum(candidate.total_pages for candidate in candidates if candidate.format is wide)
+    return used / room if room else 1.0
 
 
 def leans_to_dense(was: bool, pressure: float, marks: Marks) -> bool:

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.errors import ApiError
 from gateway.metrics import Alone, GatewayMetrics, LostReplica, Outcome, Stage
-from kv_transfer.api import HandoffOutcome, IntegrityCause, TransferCause
+from kv_transfer.api import HandoffOutcome, IntegrityCause, TransferCause, WireFormat
 from tests.support.engines import some_gauges
 from workers.api import FaultKind, Phase
 from workers.metrics import ReplicaMetrics
@@ -25,6 +25,7 @@ VALUES = {
     "fault": set(FaultKind),
     "phase": set(Phase),
     "reason": {*LostReplica, *Alone},
+    "format": set(WireFormat),
     "state": {"running", "waiting"},
 }
 """Every label there is, and every value that it may have: all of them from enumerations."""
@@ -77,7 +78,7 @@ EVERY = every_metric()
 
 @pytest.mark.parametrize("metric", EVERY, ids=lambda m: m.name)
 def test_names_have_the_systems_prefix_and_a_unit(metric: Told) -> None:
-    units = r"(seconds|bytes|bytes_total|total|pages|pages_free|requests|replicas|in_flight|queued)"
+    units = r"(seconds|bytes|bytes_total|total|pages|pages_free|requests|replicas|in_flight|queued|ratio)"
 
     assert re.fullmatch(rf"phasegate_[a-z_]+_{units}", metric.name)
     assert metric.name.endswith("_total") == (metric.kind == "counter")

@@ -163,11 +163,11 @@ class ModelProfile:
     decode: PhaseProfile = PhaseProfile()
     dense: PhaseProfile | None = None
     """A second pool of decode engines, with a denser cache and decode's weights; None: there is none. New
-    requests go there while the pages of `decode` are nearly used up."""
+    requests go there while `decode` could hardly hold all that is being answered."""
     dense_above: Fraction = 0.8
-    """Share of decode's pages in use from which new requests go to `dense`."""
+    """When requests hold so many pages in both pools, as a share of `decode`'s, new ones go to `dense`."""
     dense_below: Fraction = 0.6
-    """Share at which they come back; what is in between changes nothing."""
+    """At no more than so many they come back; what is in between changes nothing."""
 
     def __post_init__(self) -> None:
         have, wanted = self.prefill.format, self.decode.format

@@ -127,7 +127,7 @@ def test_models_can_be_added_and_listed(
     assert main(["model", "list"]) == 0
     listed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
     shipped = ("exact", "glm-5.2", "kimi-k2.6", "qwen3-32b", "scripted", "smollm2-135m")
-    shipped += ("smollm2-135m-bf16",)
+    shipped += ("smollm2-135m-bf16", "smollm2-135m-pools")
     assert listed == [[name, "shipped"] for name in shipped]
 
 

@@ -24,15 +24,15 @@ def test_the_widest_and_the_densest_are_told_apart() -> None:
     assert formats([]) is None
 
 
-def test_pressure_is_the_share_of_all_pages_of_one_format() -> None:
+def test_pressure_is_what_all_hold_over_what_the_wide_ones_could() -> None:
     fleet = [
         engine("a", WireFormat.BF16, free=0),
         engine("b", WireFormat.BF16, free=30, total=30),
         engine("c", WireFormat.FP8_E4M3, free=1),
     ]
 
-    assert pressure(fleet, WireFormat.BF16) == 0.25
-    assert pressure(fleet, WireFormat.FP8_E4M3) == 0.9
+    assert pressure(fleet, WireFormat.BF16) == (10 + 0 + 9) / 40
+    assert pressure(fleet[:2], WireFormat.BF16) == 0.25
     assert pressure(fleet, WireFormat.FP32) == 1.0
 
 

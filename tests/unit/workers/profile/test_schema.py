@@ -217,3 +217,42 @@ def test_a_profile_survives_the_way_to_its_replica(
     profile = parse(context_length=context, block_size=16 * pages, prefill=phase, decode=phase)
 
     assert parse_profile(dump_profile(profile), source="again") == profile
+
+
+DENSE: dict[str, Any] = {"kv_format": "fp8_e4m3"}
+FP32: dict[str, Any] = {"dtype": "float32"}
+
+
+def test_engines_of_the_dense_pool_see_themselves_as_decode_with_decodes_weights() -> None:
+    profile = parse_profile(
+        raw(dense=DENSE, decode={"weights": {"path": "/int4"}, "weight_format": "int4"}), source="own.yaml"
+    )
+    theirs = profile.densest
+
+    assert (profile.decode.format, theirs.decode.format) == (WireFormat.BF16, WireFormat.FP8_E4M3)
+    assert theirs.dense is None
+    assert theirs.weights_of(Phase.DECODE) == profile.weights_of(Phase.DECODE)
+    assert theirs.decode.weight_format == "int4"
+    assert theirs.prefill == profile.prefill
+    assert parse_profile(dump_profile(theirs), source="replica") == theirs.densest == theirs
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"dense": {}}, r"dense.kv_format: bf16 is not denser than decode's bf16"),
+        ({"dense": DENSE, "decode": DENSE}, r"dense.kv_format: fp8_e4m3 is not denser"),
+        ({"dense": DENSE | {"weights": {"path": "/other"}}}, "dense: weights are decode's"),
+        ({"dense": DENSE | {"weight_format": "int4"}}, "dense: weights are decode's"),
+        ({"dense": DENSE, "dense_above": 0.5}, r"dense_below 0.6 must be less than dense_above 0.5"),
+        ({"dense": DENSE | {"script": {}}}, "dense.script is for engine scripted"),
+        (
+            {"dense": {"dtype": "float16"}, "decode": FP32, "prefill": FP32},
+            "prefill caches fp32, dense caches fp16: there is no conversion",
+        ),
+        ({"dense_above": 1.5}, "dense_above"),
+    ],
+)
+def test_a_dense_pool_that_is_none_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(ProfileError, match=told):
+        parse_profile(raw(**changes), source="own.yaml")
