@@ -4,7 +4,6 @@ Engines are scripted: nothing is computed, pages and pace are real, and so are S
 """
 
 import asyncio
-import re
 from pathlib import Path
 
 import httpx
@@ -39,13 +38,21 @@ def profile(folder: Path) -> Path:
 def counted(stack: Stack) -> tuple[dict[str, float], float, float]:
     """Requests by format, switches, and the share of the wide pool's pages in use at the last request."""
     page = stack.internal("/metrics").text
-    by_format = {
-        name: float(re.search(rf'decode_requests_total{{[^}}]*format="{name}"[^}}]*}} (\S+)', page)[1])  # type: ignore[index]
-        for name in (WIDE, DENSE)
-    }
-    switches = float(re.search(r"decode_format_switches_total(?:{[^}]*})? (\S+)", page)[1])  # type: ignore[index]
-    used = float(re.search(r"decode_pages_used_ratio(?:{[^}]*})? (\S+)", page)[1])  # type: ignore[index]
-    return by_format, switches, used
+
+    def told(series: str) -> float:
+        lines = [line for line in page.splitlines() if line.startswith(f"phasegate_decode_{series}")]
+        assert len(lines) == 1, lines
+        return float(lines[0].split()[-1])
+
+    by_format = {}
+    for name in (WIDE, DENSE):
+        (line,) = [
+            line
+            for line in page.splitlines()
+            if line.startswith("phasegate_decode_requests_total") and f'format="{name}"' in line
+        ]
+        by_format[name] = float(line.split()[-1])
+    return by_format, told("format_switches_total"), told("pages_used_ratio")
 
 
 async def arrivals(stack: Stack, count: int, gap_s: float) -> None:
