@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -175,10 +176,9 @@ def run_logged(argv: Sequence[str], log: Path, doing: str, say: Callable[[str], 
     done = threading.Event()
 
     def notice() -> None:
-        waited = 0.0
+        began = time.monotonic()
         while not done.wait(NOTICE_EVERY_S):
-            waited += NOTICE_EVERY_S
-            say(f"... still {doing}, {waited:.0f} s")
+            say(f"... still {doing} ({time.monotonic() - began:.0f} s so far)")
 
     teller = threading.Thread(target=notice, daemon=True)
     teller.start()

@@ -21,12 +21,14 @@ from deploy import (
     profiles,
     status_view,
 )
-from deploy.processes import end_marked
+from deploy.processes import end_marked, has_ended
 from deploy.signals import StopSwitch
 from deploy.state import StateDir, StateError, clear_runtime, held, open_state, read_private, read_runtime
 from deploy.yaml_file import ConfigError, told
 
 DOWN_TIMEOUT_S: Final = 90.0
+GONE_TIMEOUT_S: Final = 10.0
+"""From the release of the state folder to the end of the supervisor's process."""
 TRACE_WAIT_S: Final = 2.0
 """Spans are written in batches: see deploy/tracing.py."""
 
@@ -184,6 +186,8 @@ def down(options: Namespace) -> int:
             log = state.logs / "supervisor.log"
             raise StateError(f"pid {runtime.pid} does not end: see {log}; kill it, then run this again")
         time.sleep(0.1)
+    if not has_ended(runtime.pid, within_s=GONE_TIMEOUT_S):
+        raise StateError(f"everything is stopped, and pid {runtime.pid} does not end: kill it")
     say("phasegate: stopped")
     return 0
 
@@ -354,7 +358,6 @@ def model_list(options: Namespace) -> int:
 
 def calibrate(options: Namespace) -> int:
     from deploy import calibration
-    from deploy.local import model_dir
     from deploy.progress import progress_bar
     from workers.api import Phase
 
@@ -363,7 +366,7 @@ def calibrate(options: Namespace) -> int:
     text = calibration.text_of(options.text or calibration.SAMPLE)
     calibration.refuse_taken(options.out)
     with progress_bar(say) as progress:
-        folder = model_dir(profile, Phase.PREFILL, cache, progress)
+        folder = preflight.model_dir(profile, Phase.PREFILL, cache, progress)
     file = calibration.calibrate(profile, folder, text)
     calibration.write(file, options.out)
     for line in calibration.summary(file):

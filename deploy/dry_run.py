@@ -66,4 +66,4 @@ def _notes(profile: ModelProfile) -> Iterator[str]:
     if profile.sparse:
         yield "note: its indexer's cache cannot be shipped yet: its engines would refuse to start"
     if any(profile.phase(phase).tensor_parallel > 1 for phase in Phase):
-        yield "note: pages between engines of several GPUs have not been shipped yet"
+        yield "note: handing pages over between engines of several GPUs each is not tested yet"

@@ -17,7 +17,14 @@ LINES_PER_S: Final = 50
 LINE_BYTES: Final = 1024
 POLL_S: Final = 0.5
 
+STOPPED: Final = " stopped (cumulated conns:"
+"""HAProxy tells of each of its proxies that it has stopped, at every reload: that is no news."""
+
 log = logging.getLogger(__name__)
+
+
+def _write(line: str) -> None:
+    log.log(logging.DEBUG if STOPPED in line else logging.WARNING, line)
 
 
 class HaproxyLog:
@@ -26,7 +33,7 @@ class HaproxyLog:
     def __init__(
         self,
         path: Path,
-        write: Callable[[str], None] = log.warning,
+        write: Callable[[str], None] = _write,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._path = path

@@ -64,18 +64,6 @@ class Ready:
     models: tuple[str, ...]
 
 
-def model_dir(profile: ModelProfile, phase: Phase, cache: Path, progress: model_store.Progress) -> Path:
-    """The folder of the phase's weights, made or checked now.
-
-    Raises:
-        ModelError: it cannot be used.
-    """
-    embedded = profile.weights_of(phase).embedded
-    if embedded is not None:
-        return model_store.prepare(embedded, cache, progress=progress)
-    return preflight.own_model(profile, phase)
-
-
 class Supervisor:
     """Owns everything that runs for one state folder, from `run` to its return."""
 
@@ -156,7 +144,7 @@ class Supervisor:
         if chosen.instead is not None:
             self._say(chosen.instead)
         self._say(f"model: {profile.name}")
-        folders = {phase: model_dir(profile, phase, self._cache, self._progress) for phase in Phase}
+        folders = {phase: preflight.model_dir(profile, phase, self._cache, self._progress) for phase in Phase}
         if apart := preflight.disagreement(profile, folders):
             raise StartError(f"profile {profile.name}: {apart}")
         self._switch.check()
@@ -272,7 +260,8 @@ class Supervisor:
             if now - started > APPLICATION_TIMEOUT_S:
                 raise StartError(f"{names} not ready after {APPLICATION_TIMEOUT_S:.0f} s")
             if waiting != told or now - told_at > REMIND_EVERY_S:
-                self._say(f"waiting for {names} ({now - started:.0f} s)")
+                so_far = "" if told is None else f" ({now - started:.0f} s so far)"
+                self._say(f"waiting for {names}{so_far}")
                 told, told_at = waiting, now
             self._look()
             self._pause(0.25)

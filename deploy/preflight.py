@@ -1,6 +1,7 @@
-"""Looks, before anything is started, at what a start needs from this machine. Changes nothing.
+"""Looks, before anything is started, at what a start needs from this machine.
 
 `phasegate up` starts here and `phasegate config check` ends here: both tell all problems at once.
+Nothing is changed; only `model_dir` makes the embedded model where it is missing.
 """
 
 import errno
@@ -191,6 +192,18 @@ def own_model(profile: ModelProfile, phase: Phase) -> Path:
             f"{model.weight_format or 'another format'}; the nearest that works is native"
         )
     return folder
+
+
+def model_dir(profile: ModelProfile, phase: Phase, cache: Path, progress: model_store.Progress) -> Path:
+    """The folder of the phase's weights, made or checked now.
+
+    Raises:
+        ModelError: it cannot be used.
+    """
+    embedded = profile.weights_of(phase).embedded
+    if embedded is not None:
+        return model_store.prepare(embedded, cache, progress=progress)
+    return own_model(profile, phase)
 
 
 def disagreement(profile: ModelProfile, folders: Mapping[Phase, Path]) -> str:

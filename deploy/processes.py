@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -51,6 +52,24 @@ def end_marked(
             _signal(process, signal.SIGKILL)
         psutil.wait_procs(stubborn, timeout=grace_s)
     return sorted(ended)
+
+
+def has_ended(pid: int, *, within_s: float) -> bool:
+    """Waits until a process is gone, or is only waiting for its parent to take note of it."""
+    deadline = time.monotonic() + within_s
+    while _runs(pid):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _runs(pid: int) -> bool:
+    try:
+        status: str = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return False
+    return status != psutil.STATUS_ZOMBIE
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:

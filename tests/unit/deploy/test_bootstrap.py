@@ -171,3 +171,15 @@ def test_a_step_that_fails_is_told_with_its_last_line_and_the_log(tmp_path: Path
     with pytest.raises(SetupError, match=r"failed installing: no such package .*log"):
         run_logged([sys.executable, "-c", script], log, "installing", lambda _: None)
     assert "some noise" in log.read_text()
+
+
+def test_a_long_command_is_told_of_now_and_then_with_how_long_it_has_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap, "NOTICE_EVERY_S", 0.05)
+    said: list[str] = []
+
+    run_logged(["/bin/sleep", "0.3"], tmp_path / "log", "installing 3 packages", said.append)
+
+    assert said[1:]
+    assert set(said[1:]) == {"... still installing 3 packages (0 s so far)"}

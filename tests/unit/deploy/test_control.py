@@ -1,12 +1,13 @@
 import json
 import os
 import stat
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -259,4 +260,26 @@ def test_draining_tells_what_was_cut_and_a_fleet_that_cannot_is_no_hindrance(
         try:
             assert server.drain() == accounts
         finally:
+            server.close()
+
+
+def test_down_returns_when_the_process_has_ended_which_is_after_its_folder_is_free(tmp_path: Path) -> None:
+    state = open_state(tmp_path)
+    lock = StateLock(state)
+    lock.acquire()
+    with subprocess.Popen(["/bin/sh", "-c", "read _; sleep 0.3"], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+
+        def stop(told: IO[bytes] = process.stdin) -> None:
+            told.close()
+            lock.release()
+
+        with TemporaryDirectory(prefix="pg") as folder:
+            socket = Path(folder) / "control.sock"
+            runtime = Runtime(pid=process.pid, control_socket=str(socket), scratch=str(tmp_path))
+            write_private(state.runtime, asdict(runtime))
+            server = ControlServer(socket, stop)
+            server.start()
+            assert main(["down", "--state", str(state.root)]) == 0
+            assert process.poll() is not None
             server.close()

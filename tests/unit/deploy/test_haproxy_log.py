@@ -1,7 +1,9 @@
+import logging
 import stat
 from pathlib import Path
 
 import httpx
+import pytest
 
 from deploy.config import SystemConfig
 from deploy.haproxy_log import LINES_PER_S, HaproxyLog
@@ -45,3 +47,24 @@ def test_a_flood_is_counted_and_not_kept(tmp_path: Path) -> None:
 
     assert len(lines) == LINES_PER_S + 2
     assert lines[-2:] == [f"haproxy.log.dropped lines={9 * LINES_PER_S}", "one more"]
+
+
+@pytest.mark.parametrize(
+    ("line", "level"),
+    [
+        (
+            "<149>Dec  1 04:00:00 haproxy[7]: Proxy clients stopped (cumulated conns: FE: 3, BE: 0).",
+            logging.DEBUG,
+        ),
+        ("<150>Dec  1 04:00:00 haproxy[7]: status=503 request_id=stopped", logging.WARNING),
+    ],
+)
+def test_proxies_that_end_at_a_reload_are_no_warning(
+    tmp_path: Path, line: str, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = HaproxyLog(tmp_path / "log.sock")
+    with caplog.at_level(logging.DEBUG):
+        log.take(line)
+    log.close()
+
+    assert [(record.levelno, record.getMessage()) for record in caplog.records] == [(level, line)]

@@ -8,7 +8,7 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from deploy.processes import MARKER, end_marked, marked, start_bound
+from deploy.processes import MARKER, end_marked, has_ended, marked, start_bound
 
 Launch = Callable[..., subprocess.Popen[bytes]]
 
@@ -101,3 +101,15 @@ def test_a_bound_program_runs_with_its_output_in_the_log(tmp_path: Path) -> None
 
     assert process.wait(10) == 7
     assert log.read_text() == "red\n"
+
+
+def test_a_process_has_ended_when_it_is_gone_or_its_parent_alone_has_not_noticed(
+    launch: Launch, marker: str
+) -> None:
+    process = launch(marker)
+
+    assert not has_ended(process.pid, within_s=0.05)
+    process.kill()
+    assert has_ended(process.pid, within_s=5)
+    process.wait()
+    assert has_ended(process.pid, within_s=0)

@@ -3,9 +3,8 @@ from pathlib import Path
 import pytest
 
 from deploy.config import PROFILE_DEFAULT
-from deploy.local import model_dir
 from deploy.model_store import ModelError, no_progress
-from deploy.preflight import load_profile
+from deploy.preflight import load_profile, model_dir
 from deploy.profiles import SHIPPED, add, find, known
 from deploy.yaml_file import ConfigError
 from workers.api import Phase
