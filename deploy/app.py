@@ -161,10 +161,8 @@ class GatewayDeployment(GatewayReplica):
             contract=contract,
             telemetry=telemetry,
         )
-        if told := contract.disagreement(
-            read_contract(), ours="the model folder before", theirs="after reading it"
-        ):
-            raise ModelFolderError(told)
+        if changed := contract.change(read_contract(), meanwhile="reading it"):
+            raise ModelFolderError(changed)
         await self.start()
         watch.ready()
         # Serve sends it nothing new then: refusing what is already on its way would help nobody.

@@ -60,6 +60,14 @@ class Contract:
         difference = self.difference(other)
         return difference and f"{ours} and {theirs} differ in {difference}"
 
+    def change(self, now: "Contract", *, meanwhile: str) -> str:
+        """What has changed in the model folder since this one was read off it; empty when nothing has.
+
+        Args:
+            meanwhile: what was done between the two, as `loading it`.
+        """
+        return self.disagreement(now, ours="the model folder before", theirs=f"after {meanwhile}")
+
 
 def _apart(ours: Facts, theirs: Facts) -> str:
     return "" if ours == theirs else ", ".join(_pairs(ours, theirs))

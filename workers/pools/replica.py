@@ -176,11 +176,8 @@ class Replica:
     async def _check_folder(self) -> None:
         """Loading takes a while: what is in the engine now must be what its contract says."""
         now = await asyncio.to_thread(self._parts.read_contract)
-        told = self._parts.contract.disagreement(
-            now, ours="the model folder before", theirs="after loading it"
-        )
-        if told:
-            raise EngineFault(FaultKind.ENGINE_DEAD, told)
+        if changed := self._parts.contract.change(now, meanwhile="loading it"):
+            raise EngineFault(FaultKind.ENGINE_DEAD, changed)
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new; return when nobody is inside. After `grace_s` who is left ends with a fault."""

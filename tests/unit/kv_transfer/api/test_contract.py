@@ -29,6 +29,16 @@ def test_what_differs_is_named_with_both_values_ours_first() -> None:
     assert USUAL.disagreement(USUAL, ours="prefill", theirs="decode") == ""
 
 
+def test_what_has_changed_in_a_folder_is_named_with_what_was_done_meanwhile() -> None:
+    now = replace(USUAL, rope={"type": "default", "theta": "100000"})
+
+    assert (
+        USUAL.change(now, meanwhile="loading it")
+        == "the model folder before and after loading it differ in rope: theta 10000 against 100000"
+    )
+    assert USUAL.change(USUAL, meanwhile="loading it") == ""
+
+
 def test_everything_that_differs_is_named() -> None:
     other = replace(
         USUAL,
