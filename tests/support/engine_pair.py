@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import yaml
 
-from kv_transfer.api import HandoffReport, Role, Ticket
-from tests.conftest import ANSWER_TOKENS
+from kv_transfer.api import HandoffOutcome, HandoffReport, Role, Ticket
+from tests.conftest import ANSWER_TOKENS, Texts
 from tests.support.members import MEMBERSHIP
+from tests.support.prompts import PAGE
 from workers.api import DecodeRequest, Phase, PrefillRequest, Sampling
 from workers.engine.vllm_engine import VllmEngine
 from workers.profile.fingerprint import contract_of
@@ -93,6 +94,22 @@ class EnginePair:
             if delta.ending is not None:
                 report = delta.ending.handoff
         return tokens, report
+
+    async def first_tokens_of_shipped(self, texts: Texts, *, page_bytes: int) -> dict[int, int]:
+        """The first token of each text that is longer than a page, by its length.
+
+        Args:
+            page_bytes: of one page on the wire. It is asserted that all pages of each text were shipped so.
+        """
+        first = {}
+        for length in (length for length in texts if length > PAGE):
+            tokens, report = await self.answer(texts[length][1], salt=fresh(), max_tokens=4)
+            assert report is not None
+            pages = -(-(length - 1) // PAGE)
+            assert (report.outcome, report.pages) == (HandoffOutcome.SHIPPED, pages)
+            assert report.wire_bytes == pages * page_bytes
+            first[length] = tokens[0]
+        return first
 
     async def settled(self, within_s: float = 10.0) -> bool:
         """Whether both engines hold no page, request or transfer, at once or soon."""

@@ -228,3 +228,7 @@ class ToyEngine:
         if isinstance(self.guard.ledger, GenerationLedger):
             assert self.guard.ledger.rows == 0
             assert not self.scheduler.kv_cache_manager.condemned
+
+
+Engines = Callable[..., ToyEngine]
+"""Makes one for a test, which closes it."""

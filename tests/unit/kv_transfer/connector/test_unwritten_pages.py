@@ -4,7 +4,7 @@ So whoever is taken out of a step, or masked in it, leaves hashes behind that pr
 Nobody may read it: neither those who found it in the same step, nor those who come later.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +15,9 @@ from kv_transfer.api.integrity import PageFault
 from kv_transfer.connector.guard import orders_of
 from kv_transfer.connector.scheduler import PhasegateAsyncScheduler, PhasegateScheduler
 from kv_transfer.integrity.verify import Tables
-from tests.support.toy_engine import ToyEngine, connected_config, right_answer
+from tests.support.toy_engine import Engines, ToyEngine, connected_config, right_answer
 from tests.support.twice import first_page_given_again
 
-Engines = Callable[..., ToyEngine]
 PROMPT = [8] * 70
 """Two whole pages and a piece."""
 ON_DEVICE = pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])

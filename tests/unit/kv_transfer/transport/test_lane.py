@@ -2,6 +2,7 @@
 
 import queue
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -127,30 +128,54 @@ def test_bytes_are_not_looked_at_before_the_engines_work_on_them_is_done() -> No
     lane.close()
 
 
+class Lanes:
+    """Both ends of one link, each in a lane of its own."""
+
+    def __init__(self) -> None:
+        there, here = LoopbackLink.pair()
+        self._sender = Lane("out", lambda: there, no_link_down)
+        self._receiver = Lane("in", lambda: here, no_link_down)
+        self.said: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Checksums, as the sender announces them."""
+        self.heard: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Those of what came."""
+        self.ended: Ended = queue.SimpleQueue()
+        """How what was sent ended."""
+        for lane in (self._sender, self._receiver):
+            lane.start()
+
+    def send(self, data: torch.Tensor, fence: Fence) -> None:
+        self._sender.submit(SendJob(data, fence, self.said.put, self.ended.put))
+
+    def receive(self, into: torch.Tensor) -> None:
+        self._receiver.submit(RecvJob(into, lambda checksum, _: self.heard.put(checksum)))
+
+    def close(self) -> None:
+        self._sender.close()
+        self._receiver.close()
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes]:
+    lanes = Lanes()
+    yield lanes
+    lanes.close()
+
+
 class WithheldFence(Fence):
     def withheld(self) -> bool:
         return True
 
 
-def test_what_is_withheld_is_neither_announced_nor_sent_and_the_link_goes_on() -> None:
-    there, here = LoopbackLink.pair()
-    sender = Lane("out", lambda: there, no_link_down)
-    receiver = Lane("in", lambda: here, no_link_down)
-    said: queue.SimpleQueue[int] = queue.SimpleQueue()
-    heard: queue.SimpleQueue[int] = queue.SimpleQueue()
-    ended: Ended = queue.SimpleQueue()
-    for lane in (sender, receiver):
-        lane.start()
-    receiver.submit(RecvJob(torch.ones(9, dtype=torch.uint8), lambda checksum, _: heard.put(checksum)))
+def test_what_is_withheld_is_neither_announced_nor_sent_and_the_link_goes_on(lanes: Lanes) -> None:
+    lanes.receive(torch.ones(9, dtype=torch.uint8))
     for count, fence in ((5, WithheldFence(CPU)), (9, Fence(CPU))):
-        sender.submit(SendJob(some_bytes(count), fence, said.put, ended.put))
+        lanes.send(some_bytes(count), fence)
 
-    assert heard.get(timeout=5) == checksum(some_bytes(9))
-    assert [ended.get(timeout=5) for _ in range(2)] == [None, None]
-    assert said.get(timeout=5) == checksum(some_bytes(9))
-    assert said.empty()
-    sender.close()
-    receiver.close()
+    assert lanes.heard.get(timeout=5) == checksum(some_bytes(9))
+    assert [lanes.ended.get(timeout=5) for _ in range(2)] == [None, None]
+    assert lanes.said.get(timeout=5) == checksum(some_bytes(9))
+    assert lanes.said.empty()
 
 
 class VoidFence(Fence):
@@ -158,25 +183,15 @@ class VoidFence(Fence):
         return True
 
 
-def test_what_must_not_be_used_leaves_blank_with_a_wrong_checksum_and_the_link_goes_on() -> None:
-    there, here = LoopbackLink.pair()
-    sender = Lane("out", lambda: there, no_link_down)
-    receiver = Lane("in", lambda: here, no_link_down)
-    said: queue.SimpleQueue[int] = queue.SimpleQueue()
-    heard: queue.SimpleQueue[int] = queue.SimpleQueue()
-    ended: Ended = queue.SimpleQueue()
+def test_what_must_not_be_used_leaves_blank_with_a_wrong_checksum_and_the_link_goes_on(lanes: Lanes) -> None:
     came = [torch.ones(9, dtype=torch.uint8) for _ in range(2)]
-    for lane in (sender, receiver):
-        lane.start()
     for into in came:
-        receiver.submit(RecvJob(into, lambda checksum, _: heard.put(checksum)))
+        lanes.receive(into)
     for fence in (VoidFence(CPU), Fence(CPU)):
-        sender.submit(SendJob(some_bytes(9), fence, said.put, ended.put))
-    pairs = [(said.get(timeout=5), heard.get(timeout=5)) for _ in range(2)]
+        lanes.send(some_bytes(9), fence)
+    pairs = [(lanes.said.get(timeout=5), lanes.heard.get(timeout=5)) for _ in range(2)]
 
-    assert [ended.get(timeout=5) for _ in range(2)] == [None, None]
+    assert [lanes.ended.get(timeout=5) for _ in range(2)] == [None, None]
     assert pairs[0][0] != pairs[0][1]
     assert not came[0].any()
     assert pairs[1] == (checksum(some_bytes(9)),) * 2
-    sender.close()
-    receiver.close()
