@@ -66,10 +66,10 @@ def has_ended(pid: int, *, within_s: float) -> bool:
 
 def _runs(pid: int) -> bool:
     try:
-        status: str = psutil.Process(pid).status()
+        zombie: bool = psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-    return status != psutil.STATUS_ZOMBIE
+    return not zombie
 
 
 def _signal(process: psutil.Process, number: signal.Signals) -> None:
