@@ -173,7 +173,7 @@ class Guard:
         faults: dict[str, PageFault] = {}
         for group, size in enumerate(self._sizes):
             for page, tag in ledger.row(request_id, group)[computed // size :]:
-                if ledger.writer(page) == request_id:
+                if ledger.author(page) == request_id:
                     fault = PageFault(IntegrityCause.STALE_PREFIX, page, tag, NO_TAG)
                     readers = ledger.owners(page) | manager.parted.who_had(page, tag)
                     faults |= dict.fromkeys(readers - {request_id}, fault)
@@ -192,14 +192,13 @@ class Guard:
             log.error("page integrity: of a request that has gone", extra=_told(request_id, fault))
         faults: dict[str, PageFault] = {}
         for table, row, size in zip(given_back.written, given_back.rows, self._sizes, strict=False):
-            # Whoever was given a page anew writes it; what was found by its hash has no writer any more.
-            still = {p for p in table if p is not None and ledger.writer(p) in (None, request_id)}
+            still = {p for p in table if p is not None and ledger.author(p) == request_id}
             manager.block_pool.evict_blocks(still)
             for page in still.intersection(table[computed // size :]):
                 stale = PageFault(IntegrityCause.STALE_PREFIX, page, NO_TAG, ledger.tag(page))
                 faults |= dict.fromkeys(ledger.owners(page) - {request_id}, stale)
             for page, tag in row[computed // size :]:
-                if page in table:
+                if page in still:
                     stale = PageFault(IntegrityCause.STALE_PREFIX, page, tag, NO_TAG)
                     faults |= dict.fromkeys(manager.parted.who_had(page, tag) - {request_id}, stale)
         return faults

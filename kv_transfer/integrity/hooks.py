@@ -280,7 +280,7 @@ class WatchedCacheManager(KVCacheManager):
                 extra={"request_id": request_id, "pages": [pages[group][index] for group, index in lost]},
             )
         written = [
-            [page if self.ledger.writer(page) == request_id else None for page in table] for table in pages
+            [page if self.ledger.author(page) == request_id else None for page in table] for table in pages
         ]
         told = request_id in self.condemned
         if told:

@@ -53,6 +53,8 @@ class GenerationLedger:
         self._owners: dict[int, dict[str, int]] = {}
         """By page: its owners, and in how many entries of its tables each has it (more than one is wrong)."""
         self._writers: dict[int, str] = {}
+        self._authors: dict[int, str] = {}
+        """The same, also of pages that were freed since: what they hold is still of that request."""
         self._rows: dict[str, list[_Row]] = {}
         self._bindings = HashBindings()
         self._serving: tuple[str, int] | None = None
@@ -87,6 +89,10 @@ class GenerationLedger:
     def writer(self, page: int) -> str | None:
         """The request for which the page was allocated; None once it was freed."""
         return self._writers.get(page)
+
+    def author(self, page: int) -> str | None:
+        """The request for which the page was allocated last, whether or not it has been freed since."""
+        return self._authors.get(page)
 
     def is_fresh(self, page: int) -> bool:
         """Whether the page was allocated for the step that is being put together: nothing is in it yet."""
@@ -148,7 +154,9 @@ class GenerationLedger:
         self._bindings.drop(page)
         self._fresh.add(page)
         if self._serving is not None:
-            self._writers[page] = self._serving[0]
+            self._writers[page] = self._authors[page] = self._serving[0]
+        else:
+            self._authors.pop(page, None)
         self._retag(page, self._serving[1] if self._serving is not None else NO_DOMAIN)
 
     def queued(self, page: int, references: int) -> bool:

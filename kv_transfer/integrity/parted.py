@@ -39,12 +39,13 @@ class Parted:
         _, what = self._given_back.pop(request_id, (0, NOTHING))
         return what
 
-    def who_had(self, page: int, tag: int) -> set[str]:
-        """Requests that gave the page back while it had this tag."""
+    def who_had(self, page: int, since: int) -> set[str]:
+        """Requests that gave the page back, and were given it under this tag or a later one: a page that is
+        freed gets another, and what it holds may be found all the same."""
         return {
             request_id
             for request_id, (_, what) in self._given_back.items()
-            if any((page, tag) in row for row in what.rows)
+            if any(held == page and tag >= since for row in what.rows for held, tag in row)
         }
 
     def settled(self, step: int) -> None:
