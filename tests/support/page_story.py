@@ -5,9 +5,8 @@ played, so that any part of a story is one, too.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 from vllm.v1.request import RequestStatus
@@ -25,7 +24,8 @@ _LIKELY: Final = {
     "fly": 9,
     "land": 6,
     "abort": 1,
-    "preempt": 2,
+    "twins": 2,
+    "preempt": 3,
     "flip": 2,
     "shift": 1,
     "write": 1,
@@ -44,10 +44,14 @@ def a_story(seed: int, acts: int) -> Story:
 
 
 class Teller:
-    """Plays stories on an engine."""
+    """Plays one story on an engine."""
 
-    def __init__(self, engine: WitnessedEngine) -> None:
-        self.engine = engine
+    def __init__(self, engine: WitnessedEngine, seed: int = 0) -> None:
+        """
+        Args:
+            seed: for the names: an engine may play many stories, and no two of its requests have one name.
+        """
+        self.engine, self._seed = engine, seed
         self.prompts: dict[str, list[int]] = {}
         self.aborted: set[str] = set()
         self._next: AbstractContextManager[Any] = nullcontext()
@@ -96,9 +100,14 @@ class Teller:
         if len(scheduler.requests) >= 8:
             return
         text = _TEXTS[number // len(_LENGTHS) % len(_TEXTS)]
-        name = f"r{len(self.prompts)}"
+        name = f"{self._seed}.{len(self.prompts)}"
         self.prompts[name] = text[: _LENGTHS[number % len(_LENGTHS)]]
         self.engine.add(name, self.prompts[name], max_tokens=(1, 3, 10, 35)[number // 64 % 4])
+
+    def _twins(self, number: int) -> None:
+        """One finds what the other is about to write."""
+        for longer in range(2):
+            self._add(number + longer)
 
     def _fly(self, number: int) -> None:
         engine = self.engine
@@ -129,7 +138,7 @@ class Teller:
             self._fly(0)
 
     @contextmanager
-    def _without(self, request: Any) -> Any:
+    def _without(self, request: Any) -> Iterator[None]:
         waiting = self.engine.scheduler.waiting
         waiting.remove_request(request)
         try:
@@ -201,13 +210,14 @@ class Teller:
             self._next = self._given_again(found[1])
 
     @contextmanager
-    def _given_again(self, block: Any) -> Any:
+    def _given_again(self, block: Any) -> Iterator[None]:
         pool = self.engine.pool
-        right, given = type(pool).get_new_blocks, []
+        right = type(pool).get_new_blocks
+        given: list[Any] = []
 
         def get_new_blocks(count: int) -> list[Any]:
             blocks: list[Any] = right(pool, count)
-            if blocks and not given and block.ref_cnt == 1 and block.block_hash is None:
+            if blocks and not given and self._is_somebodys(block):
                 given.append(block)
                 instead, blocks[-1] = blocks[-1], block
                 block.ref_cnt += 1
@@ -222,6 +232,12 @@ class Teller:
             yield
         finally:
             del pool.get_new_blocks
+
+    def _is_somebodys(self, block: Any) -> bool:
+        """And has no hash: vLLM itself dies of pages that are new and have one."""
+        manager, names = self.engine.scheduler.kv_cache_manager, self.engine.scheduler.requests
+        shown = any(block.block_id in manager.get_block_ids(name)[0] for name in names)
+        return shown and block.ref_cnt == 1 and block.block_hash is None
 
     def _lonely(self, number: int) -> tuple[set[str], Any] | None:
         """A page with one reference, and whose tables show it: more than one after another such fault."""

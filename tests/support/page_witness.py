@@ -114,6 +114,17 @@ class WitnessedEngine(ToyEngine):
         self.mischief = _let_loose
         self._before_step, self.guard.before_step = self.guard.before_step, self._watched_before_step
 
+    def begin_anew(self) -> None:
+        """As if it had just been made: what comes does not depend on what was before."""
+        self.balanced()
+        assert self.scheduler.reset_prefix_cache()
+        queue = self.pool.free_block_queue
+        blocks = queue.popleft_n(queue.num_free_blocks)
+        queue.append_n(sorted(blocks, key=lambda block: int(block.block_id)))
+        self.witness = Witness(self.pool.num_gpu_blocks)
+        self.answers, self.texts, self._requests = {}, {}, []
+        self.steps = 0
+
     def add(self, name: str, prompt: list[int], **how: Any) -> None:
         super().add(name, prompt, **how)
         self._requests.append(self.scheduler.requests[name])

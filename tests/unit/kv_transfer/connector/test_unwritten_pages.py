@@ -190,6 +190,39 @@ def test_who_read_them_ends_though_the_request_was_to_end_for_another_reason(
 
 @pytest.mark.timeout(60)
 @ON_DEVICE
+@pytest.mark.parametrize(
+    ("ahead", "reader"),
+    [(False, ""), (True, ""), (True, "has it"), (True, "had it")],
+    ids=["one step", "two steps in flight", "found meanwhile", "found, and given back"],
+)
+def test_nobody_reads_a_page_that_was_freed_under_one_that_was_masked_before(
+    engine_of: Engines, ahead: bool, on_device: bool, reader: str
+) -> None:
+    """Its hash goes with it to the free ones, and still promises what was never written."""
+    engine = engine_of(ahead=ahead, on_device=on_device)
+    engine.mischief = wrong_entry
+    engine.add("one", PROMPT, salt="s")
+    fly(engine)
+    assert engine.mischief is None
+    engine.pool.free_blocks([engine.scheduler.kv_cache_manager.coordinator.get_blocks("one")[0][0]])
+    if reader:
+        engine.add("reader", PROMPT, salt="s")
+        fly(engine)
+        assert engine.keeper.plan["reader"][0] == 64
+        if reader == "had it":
+            preempt(engine, "reader")
+    engine.run()
+    engine.add("after", PROMPT, salt="s")
+    engine.run()
+
+    assert causes(engine).keys() == ({"one", "reader"} if reader else {"one"})
+    assert causes(engine).get("reader", Cause.STALE_PREFIX) is Cause.STALE_PREFIX
+    assert answers_right(engine, "after")
+    engine.balanced()
+
+
+@pytest.mark.timeout(60)
+@ON_DEVICE
 @AHEAD
 def test_who_found_pages_of_one_whose_page_was_not_cleared_ends_too(
     engine_of: Engines, ahead: bool, on_device: bool

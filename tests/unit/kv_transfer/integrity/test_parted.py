@@ -5,13 +5,17 @@ from kv_transfer.integrity.parted import NOTHING, GivenBack, Parted
 WHAT = GivenBack([[(0, 0), (3, 103)], [(4, 104)]], [[None, 3], [None]], told=False)
 
 
-def test_who_had_a_page_had_it_under_the_same_tag() -> None:
+def test_who_had_a_page_was_given_it_under_this_tag_or_a_later_one() -> None:
     parted = Parted()
     parted.add("a", WHAT)
     parted.add("b", GivenBack([[(3, 99)], []], [[3], []], told=True))
 
-    assert [parted.who_had(3, 103), parted.who_had(4, 104), parted.who_had(3, 99)] == [{"a"}, {"a"}, {"b"}]
-    assert parted.who_had(4, 103) == set()
+    assert [parted.who_had(3, 103), parted.who_had(4, 104), parted.who_had(3, 99)] == [
+        {"a"},
+        {"a"},
+        {"a", "b"},
+    ]
+    assert [parted.who_had(3, 104), parted.who_had(5, 0)] == [set(), set()]
 
 
 def test_what_was_given_back_is_taken_once() -> None:

@@ -1,0 +1,126 @@
+"""Nobody is answered from a page that does not hold its text, whatever comes between a fault and its end.
+
+Random lives on vLLM's schedulers, in a small pool, with equal prompts, prompts in pieces, preemptions, aborts and
+faults one after another; a slow witness (`page_witness`) says what each page really holds. Whoever read
+something else ends with an integrity error, or computes anew and answers right; nobody else ends; all pages
+come back; and with nothing under way each hash leads to what was hashed.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+from kv_transfer.connector.guard import Guard
+from kv_transfer.integrity.ledger import GenerationLedger
+from kv_transfer.integrity.parted import Parted
+from tests.support.page_story import Teller, a_story
+from tests.support.page_witness import WitnessedEngine
+from tests.support.toy_engine import connected_config
+
+Engines = Callable[..., WitnessedEngine]
+PLACES = pytest.mark.parametrize(
+    ("ahead", "on_device"),
+    [(False, False), (True, False), (False, True), (True, True)],
+    ids=["one step", "two steps in flight", "on a device", "on a device, two steps in flight"],
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return connected_config(tmp_path_factory.mktemp("engine"), integrity=True, max_num_batched_tokens=96)
+
+
+@pytest.fixture
+def engine_of(config: Any) -> Iterator[Engines]:
+    made: list[WitnessedEngine] = []
+
+    def make(*, ahead: bool, on_device: bool) -> WitnessedEngine:
+        made.append(WitnessedEngine(config, 14, ahead=ahead, on_device=on_device))
+        return made[0]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def play(engine: WitnessedEngine, seeds: Iterable[int], acts: int) -> None:
+    for seed in seeds:
+        engine.begin_anew()
+        try:
+            Teller(engine, seed).play(a_story(seed, acts))
+        except AssertionError as error:
+            raise AssertionError(f"story {seed} of {acts} acts: {error}") from error
+
+
+@pytest.mark.timeout(60)
+@PLACES
+def test_who_reads_what_is_not_its_text_ends_and_nobody_else_does(
+    engine_of: Engines, ahead: bool, on_device: bool
+) -> None:
+    engine = engine_of(ahead=ahead, on_device=on_device)
+
+    play(engine, range(25), 30)
+
+    assert engine.landed >= 50
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@PLACES
+def test_thousands_of_stories(engine_of: Engines, ahead: bool, on_device: bool) -> None:
+    engine = engine_of(ahead=ahead, on_device=on_device)
+
+    for acts in (20, 50, 120):
+        play(engine, range(100_000, 100_000 + 30_000 // acts), acts)
+
+    assert engine.landed >= 5000
+
+
+class Nobody(set[str]):
+    def __contains__(self, name: object) -> bool:
+        return False
+
+
+def without_the_drop_at_release(engine: WitnessedEngine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(engine.scheduler.kv_cache_manager, "condemned", Nobody())
+
+
+def without_recall(engine: WitnessedEngine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Guard, "_recall", lambda *_: {})
+
+
+def without_the_end_of_readers(engine: WitnessedEngine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Guard, "_misled", lambda *_: {})
+
+
+def without_those_who_gave_pages_back(engine: WitnessedEngine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Parted, "who_had", lambda *_: set())
+
+
+def without_authors_of_freed_pages(engine: WitnessedEngine, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(GenerationLedger, "author", GenerationLedger.writer)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("protection", "seed"),
+    [
+        (without_the_drop_at_release, 0),
+        (without_recall, 0),
+        (without_the_end_of_readers, 0),
+        (without_those_who_gave_pages_back, 0),
+        (without_authors_of_freed_pages, 0),
+    ],
+)
+def test_the_witness_sees_each_protection_that_is_off(
+    engine_of: Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    protection: Callable[[WitnessedEngine, pytest.MonkeyPatch], None],
+    seed: int,
+) -> None:
+    engine = engine_of(ahead=True, on_device=True)
+    protection(engine, monkeypatch)
+
+    with pytest.raises(AssertionError, match=r"not its text|promises another text"):
+        play(engine, [seed], 50)
