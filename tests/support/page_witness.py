@@ -1,9 +1,9 @@
 """A slow witness of what each page really holds, beside an engine whose model is nothing but its cache.
 
 The witness follows every slot: whose text was written there, up to which token, and whether it was computed
-from a right reading. It knows nothing of tags, ledgers, hashes or tables but what the model itself is given. So
-it can say of every row whether it read what its own text calls for: the token that is made of a wrong reading
-is one that no right answer has.
+from a right reading. It knows nothing of tags, ledgers, hashes or tables but what the model itself is given.
+So it can say of every row whether it read what its own text calls for: the token that is made of a wrong
+reading is one that no right answer has.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -160,7 +160,6 @@ class WitnessedEngine(ToyEngine):
         for name in scheduler.requests:
             for page in scheduler.kv_cache_manager.get_block_ids(name)[0]:
                 shared.setdefault(page, set()).add(name)
-        blocks = self.pool.blocks
         for page in self.given_again:
             self.witness.misled |= shared.get(page, set())
         self.given_again.clear()

@@ -1,7 +1,7 @@
 """Nobody is answered from a page that does not hold its text, whatever comes between a fault and its end.
 
-Random lives on vLLM's schedulers, in a small pool, with equal prompts, prompts in pieces, preemptions, aborts and
-faults one after another; a slow witness (`page_witness`) says what each page really holds. Whoever read
+Random lives on vLLM's schedulers, in a small pool, with equal prompts, prompts in pieces, preemptions, aborts
+and faults one after another; a slow witness (`page_witness`) says what each page really holds. Whoever read
 something else ends with an integrity error, or computes anew and answers right; nobody else ends; all pages
 come back; and with nothing under way each hash leads to what was hashed.
 """
