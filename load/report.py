@@ -174,7 +174,7 @@ def formats_tables(result: dict[str, Any]) -> str:
     loops = [row for row in result["rows"] if "kv_format" in row]
     parts = []
     if scored:
-        lines = [
+        scores = [
             (
                 row["configuration"],
                 row["prompts"],
@@ -186,7 +186,7 @@ def formats_tables(result: dict[str, Any]) -> str:
             for row in scored
         ]
         head = ("configuration", "prompts", "mean abs dlogprob", "KL", "at the first token", "argmax agrees")
-        parts.append(_table(head, lines))
+        parts.append(_table(head, scores))
     if loops:
         lines = [
             (
@@ -203,9 +203,9 @@ def formats_tables(result: dict[str, Any]) -> str:
             )
             for row in loops
         ]
-        head = ("cache", "pages", "at once", "loops", "tokens/s", "ms a token")
+        first = ("cache", "pages", "at once", "loops", "tokens/s", "ms a token")
         more = ("useful tokens/s per GiB", "cost per million tokens", "preemptions", "most running")
-        parts += [_table((*head, *more), lines), _chart(loops)]
+        parts += [_table((*first, *more), lines), _chart(loops)]
     return "\n\n".join(parts)
 
 
