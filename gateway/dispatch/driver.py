@@ -104,7 +104,6 @@ class Call:
         self._job = job
         self._trace = job.trace
         self._traceparent = job.trace.traceparent
-        self._pages = -(-len(job.token_ids) // services.block_size)
         self._transfer_id = secrets.token_hex(16)
         self._events: Inbox[flow.Event] = Inbox()
         self._tasks: dict[Phase, asyncio.Task[None]] = {}
@@ -136,13 +135,15 @@ class Call:
             EnginesUnavailable: no decode replica can take the request. Nothing was called.
         """
         self._trace.enter(Stage.ROUTE)
-        decode_replica = self._choose(Phase.DECODE)
+        pages = -(-len(self._job.token_ids) // self._s.block_size)
+        ask, choose = Ask(request_id=self._job.request_id, pages=pages), self._s.placement.choose
+        decode_replica = choose(Phase.DECODE, ask)
         if decode_replica is None:
             log.warning("request.unplaced request_id=%s phase=%s", self._job.request_id, Phase.DECODE)
             raise EnginesUnavailable(retry_after_s=RETRY_AFTER_S)
         self._decode_replica = decode_replica
         if len(self._job.token_ids) > 1:  # decode computes the last prompt token itself
-            self._prefill_replica = self._choose(Phase.PREFILL)
+            self._prefill_replica = choose(Phase.PREFILL, ask)
             if self._prefill_replica is None:
                 self._alone(Alone.NO_PREFILL)
         self._after(self._s.request_timeout_s, flow.DeadlinePassed())
@@ -151,7 +152,7 @@ class Call:
         enter, own_id = self._s.fleet.enter, self._job.request_id
         if self._prefill_replica:
             enter(self._prefill_replica, own_id, lambda: self._tell(flow.PrefillLost()))
-        enter(decode_replica, own_id, lambda: self._tell(flow.DecodeLost()), pages=self._pages)
+        enter(decode_replica, own_id, lambda: self._tell(flow.DecodeLost()), pages=pages)
         self._state, actions = flow.start(with_prefill=self._prefill_replica is not None)
         self._trace.note(prefill_replica=self._prefill_replica, decode_replica=self._decode_replica)
         self._trace.enter(Stage.FIRST_TOKEN)
@@ -229,9 +230,6 @@ class Call:
     @property
     def ttft_s(self) -> float | None:
         return None if self._first_at is None else self._first_at - self._started
-
-    def _choose(self, phase: Phase) -> str | None:
-        return self._s.placement.choose(phase, Ask(request_id=self._job.request_id, pages=self._pages))
 
     def _alone(self, why: Alone) -> None:
         log.warning("request.decode_alone request_id=%s why=%s", self._job.request_id, why)

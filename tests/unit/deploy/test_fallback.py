@@ -227,7 +227,7 @@ def test_a_start_says_once_which_profile_is_used_instead(
     def stop_here(*_: object) -> None:
         raise StartError("far enough")
 
-    monkeypatch.setattr(local, "model_dir", lambda *_: tmp_path)
+    monkeypatch.setattr(local.preflight, "model_dir", lambda *_: tmp_path)
     monkeypatch.setattr(Supervisor, "_start_redis", stop_here)
     config = SystemConfig(port=18617, internal_port=0, ingress="proxy")
     supervisor = Supervisor(open_state(tmp_path / "s"), config, cache, say=said.append)

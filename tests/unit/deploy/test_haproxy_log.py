@@ -63,7 +63,7 @@ def test_proxies_that_end_at_a_reload_are_no_warning(
     tmp_path: Path, line: str, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     log = HaproxyLog(tmp_path / "log.sock")
-    with caplog.at_level(logging.DEBUG):
+    with caplog.at_level(logging.DEBUG, logger="deploy.haproxy_log"):
         log.take(line)
     log.close()
 
