@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,8 @@ class Guard:
         """Tokens in a page, by cache group."""
         self._ending: dict[str, PageFault] = {}
         """Flagged requests that the scheduler still knows."""
+        self._written: dict[str, int] = {}
+        """Tokens that they had in their pages before: what they were to write since is not there."""
         self._found: Counter[IntegrityCause] = Counter()
         """By the worker."""
         self._coming: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
@@ -89,13 +91,13 @@ class Guard:
             return None
         assert self._manager is not None
         reconcile(ledger, scheduler)
-        if flagged := ledger.take_flagged():
-            plan = _plan(output)
-            for request_id, fault in flagged.items():
-                self._flag(scheduler, request_id, fault)
-            # Others of this step may have found, by their hashes, pages that these would have written.
-            self._end(scheduler, {r: fault for r, fault in flagged.items() if r in plan}, plan)
+        flagged = ledger.take_flagged()
+        for request_id, fault in flagged.items():
+            self._flag(scheduler, request_id, fault)
         self._ending = {r: fault for r, fault in self._ending.items() if r in scheduler.requests}
+        if flagged or self._ending:
+            self._end_readers(scheduler, flagged | self._ending, _plan(output))
+        self._written = {r: computed for r, computed in self._written.items() if r in self._ending}
         had_some = bool(output.num_scheduled_tokens)
         copies = [tuple(pair) for pair in output.kv_cache_block_copies or ()]
         rights = rights_of(ledger, output.new_block_ids_to_zero or (), copies)
@@ -108,6 +110,18 @@ class Guard:
         leans = _leans(ledger, delta)
         emptied = had_some and not plan
         return CheckOrders(delta, plan, rights, emptied=emptied, number=parted.step, leans=leans)
+
+    def _end_readers(
+        self, scheduler: "Scheduler", flagged: Mapping[str, PageFault], plan: Mapping[str, tuple[int, int]]
+    ) -> None:
+        """Others may have found, by their hashes, pages that these would have written: in the step in which they
+        were flagged, and, with more under way, in each that is put together before they end."""
+        self._end(scheduler, {r: f for r, f in flagged.items() if r in plan or r in self._written}, plan)
+        assert self._manager is not None
+        assert isinstance(self.ledger, GenerationLedger)
+        for request_id, computed in self._written.items():
+            promised = self._to_write(self.ledger, request_id, computed)
+            self._manager.block_pool.evict_blocks({page for page, _ in promised})
 
     def after_step(self, scheduler: "Scheduler", orders: CheckOrders | None, news: object) -> None:
         """Take in what the worker found in the step of these orders."""
@@ -155,10 +169,16 @@ class Guard:
             for request_id, fault in found.items():
                 known.add(request_id)
                 self._end_one(scheduler, request_id, fault)
-                computed, _ = plan.get(request_id, (0, 0))
+                computed = self._written_before(request_id, plan)
                 readers |= self._misled(request_id, computed)
                 readers |= self._recall(scheduler, request_id, fault, computed)
             found = {r: fault for r, fault in readers.items() if r not in known}
+
+    def _written_before(self, request_id: str, plan: Mapping[str, tuple[int, int]]) -> int:
+        """Tokens of the request before the first step in which it was flagged."""
+        told = [known[request_id] for known in (self._written, _computed(plan)) if request_id in known]
+        self._written[request_id] = min(told, default=0)
+        return self._written[request_id]
 
     def _misled(self, request_id: str, computed: int) -> dict[str, PageFault]:
         """Others who have, or had, pages that this request was to write, and did not: in the step in which it
@@ -171,13 +191,20 @@ class Guard:
         assert manager is not None
         assert isinstance(ledger, GenerationLedger)
         faults: dict[str, PageFault] = {}
+        for page, tag in self._to_write(ledger, request_id, computed):
+            fault = PageFault(IntegrityCause.STALE_PREFIX, page, tag, NO_TAG)
+            readers = ledger.owners(page) | manager.parted.who_had(page, tag)
+            faults |= dict.fromkeys(readers - {request_id}, fault)
+        return faults
+
+    def _to_write(
+        self, ledger: GenerationLedger, request_id: str, computed: int
+    ) -> Iterator[tuple[int, int]]:
+        """Pages of the request's own, with tags, from the one that holds its token after so many."""
         for group, size in enumerate(self._sizes):
             for page, tag in ledger.row(request_id, group)[computed // size :]:
                 if ledger.author(page) == request_id:
-                    fault = PageFault(IntegrityCause.STALE_PREFIX, page, tag, NO_TAG)
-                    readers = ledger.owners(page) | manager.parted.who_had(page, tag)
-                    faults |= dict.fromkeys(readers - {request_id}, fault)
-        return faults
+                    yield page, tag
 
     def _recall(
         self, scheduler: "Scheduler", request_id: str, fault: PageFault, computed: int
@@ -241,6 +268,10 @@ def _leans(ledger: GenerationLedger, delta: LedgerDelta) -> dict[str, set[str]]:
         if others := writers - {grown.request_id}:
             leans.setdefault(grown.request_id, set()).update(others)
     return leans
+
+
+def _computed(plan: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    return {request_id: computed for request_id, (computed, _) in plan.items()}
 
 
 def _told(request_id: str, fault: PageFault) -> dict[str, object]:

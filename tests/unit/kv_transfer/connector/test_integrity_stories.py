@@ -64,6 +64,24 @@ def test_who_reads_what_is_not_its_text_ends_and_nobody_else_does(
     assert engine.landed >= 30
 
 
+FOUND_BETWEEN = [
+    *(("add", 195380), ("fly", 771205), ("free", 315066), ("add", 14142), ("fly", 751613), ("twins", 18911)),
+    *(("add", 861824), ("add", 991366), ("give", 340311), ("add", 287009), ("land", 704513), ("land", 70262)),
+    *(("twins", 497276), ("fly", 141634)),
+]
+"""Two are taken out of a step while it is put together, and in the next one, before they end, somebody finds
+by its hash a page that they were to write."""
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("story", [FOUND_BETWEEN])
+def test_stories_that_once_ended_wrongly(engine_of: Engines, story: list[tuple[str, int]]) -> None:
+    engine = engine_of(ahead=True, on_device=True)
+    engine.begin_anew()
+
+    Teller(engine).play(story)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @PLACES
