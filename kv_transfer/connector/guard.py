@@ -114,8 +114,8 @@ class Guard:
     def _end_readers(
         self, scheduler: "Scheduler", flagged: Mapping[str, PageFault], plan: Mapping[str, tuple[int, int]]
     ) -> None:
-        """Others may have found, by their hashes, pages that these would have written: in the step in which they
-        were flagged, and, with more under way, in each that is put together before they end."""
+        """Others may have found, by their hashes, pages that these would have written: in the step in which
+        they were flagged, and, with more under way, in each that is put together before they end."""
         self._end(scheduler, {r: f for r, f in flagged.items() if r in plan or r in self._written}, plan)
         assert self._manager is not None
         assert isinstance(self.ledger, GenerationLedger)
