@@ -47,8 +47,10 @@ def manifest(*, seed: int, arguments: list[str], profile: Path | None) -> dict[s
 
 def without_key(arguments: list[str]) -> list[str]:
     """A result file is published; a key is not, nor where on a machine the file was written."""
-    told = {"--key": lambda _: "(hidden)", "--json": lambda path: Path(path).name}
-    hidden = [told.get(before, str)(word) for before, word in zip(["", *arguments], arguments, strict=False)]
+    hidden = [
+        {"--key": "(hidden)", "--json": Path(word).name}.get(before, word)
+        for before, word in zip(["", *arguments], arguments, strict=False)
+    ]
     return ["--key=(hidden)" if word.startswith("--key=") else word for word in hidden]
 
 

@@ -121,4 +121,5 @@ def test_a_result_of_the_command_line_tool_is_written_and_the_key_is_not(tmp_pat
     assert without_key(["sweep", "--key", "pg-1", "--model", "m"]) == [
         *("sweep", "--key", "(hidden)", "--model", "m")
     ]
+    assert without_key(["plan", "--json", "/some/plan.json"]) == ["plan", "--json", "plan.json"]
     assert without_key(["sweep", "--key=pg-1"]) == ["sweep", "--key=(hidden)"]
