@@ -34,6 +34,7 @@ def a_config(folder: Path, **changes: Any) -> ConnectorConfig:
     return ConnectorConfig.parse(usual | changes)
 
 
+@pytest.mark.timeout(60)  # may be the first that imports vLLM
 def test_an_untested_vllm_is_refused_where_pages_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
