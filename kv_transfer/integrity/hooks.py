@@ -286,6 +286,7 @@ class WatchedCacheManager(KVCacheManager):
         if told:
             self.condemned.discard(request_id)
             self.block_pool.evict_blocks({page for table in written for page in table if page is not None})
+            self.block_pool.evict_blocks({pages[g][i] for g, i in lost if self.ledger.misbound(pages[g][i])})
         if any(tables):
             rows = [self.ledger.row(request_id, group) for group in range(len(tables))]
             self.parted.add(request_id, GivenBack(rows, written, told))

@@ -12,27 +12,14 @@ those who check tables. Work is O(changed pages), never O(pages).
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from kv_transfer.api.integrity import Coverage, IntegrityCause, PageFault
 from kv_transfer.api.ledger import LedgerPage, LedgerRow, LedgerSnapshot
 from kv_transfer.integrity.base import CHECKS
 from kv_transfer.integrity.bindings import HashBindings
 from kv_transfer.integrity.delta import LedgerDelta, RowGrowth, RowSkip
+from kv_transfer.integrity.row import Row
 from kv_transfer.integrity.tags import NO_DOMAIN, NO_TAG, TagSource, tag_domain
-
-
-@dataclass(slots=True)
-class _Row:
-    """One request's pages in one cache group, in logical order."""
-
-    pages: list[int] = field(default_factory=list)
-    tags: list[int] = field(default_factory=list)
-    own: list[bool] = field(default_factory=list)
-    skipped: int = 0
-    """Leading entries that fell out of the window."""
-    sent: int = 0
-    """Entries that `take_delta` has handed on."""
 
 
 class GenerationLedger:
@@ -55,7 +42,7 @@ class GenerationLedger:
         self._writers: dict[int, str] = {}
         self._authors: dict[int, str] = {}
         """The same, also of pages that were freed since: what they hold is still of that request."""
-        self._rows: dict[str, list[_Row]] = {}
+        self._rows: dict[str, list[Row]] = {}
         self._bindings = HashBindings()
         self._serving: tuple[str, int] | None = None
         self._touched: set[int] = set()
@@ -185,8 +172,19 @@ class GenerationLedger:
         self._touched.add(page)
 
     def bound(self, key: Hashable, page: int) -> None:
+        """Whoever is served may have lost the page to another since: what that one writes is not what the
+        hash promises."""
         domain = None if self._serving is None else self._serving[1]
-        self._bindings.bind(key, page, self._tags[page], domain)
+        self._bindings.bind(key, page, NO_TAG if self._is_lost(page) else self._tags[page], domain)
+
+    def _is_lost(self, page: int) -> bool:
+        if self._serving is None or self._authors.get(page) in (None, self._serving[0]):
+            return False
+        return not any(row.has(page, self._tags[page]) for row in self._rows.get(self._serving[0], ()))
+
+    def misbound(self, page: int) -> bool:
+        """Whether one who had lost the page hashed it."""
+        return self._bindings.covers(page, NO_TAG)
 
     def unbound(self, key: Hashable, page: int) -> None:
         self._bindings.unbind(key, page)
@@ -222,7 +220,7 @@ class GenerationLedger:
         """The request obtained these pages, by cache group, after those that it has."""
         rows = self._rows.get(request_id)
         if rows is None:
-            rows = self._rows[request_id] = [_Row() for _ in range(self._groups)]
+            rows = self._rows[request_id] = [Row() for _ in range(self._groups)]
         for row, more in zip(rows, pages, strict=True):
             for page in more:
                 if page == self._null:
@@ -231,12 +229,12 @@ class GenerationLedger:
                     self._obtain(request_id, row, page)
         self._grown[request_id] = None
 
-    def _append(self, row: _Row, page: int, tag: int, *, own: bool) -> None:
+    def _append(self, row: Row, page: int, tag: int, *, own: bool) -> None:
         row.pages.append(page)
         row.tags.append(tag)
         row.own.append(own)
 
-    def _obtain(self, request_id: str, row: _Row, page: int) -> None:
+    def _obtain(self, request_id: str, row: Row, page: int) -> None:
         self._changed.add(page)
         if lost := self._freed_owned.pop(page, None):
             # Freed under its owners and given out anew: they lost it, it is this request's alone.
@@ -333,7 +331,7 @@ class GenerationLedger:
                     lost.append((group, index))
         return lost
 
-    def _is_current(self, row: _Row, index: int, page: int) -> bool:
+    def _is_current(self, row: Row, index: int, page: int) -> bool:
         return index < len(row.pages) and row.pages[index] == page and row.tags[index] == self._tags[page]
 
     # -- once a step

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from kv_transfer.api.integrity import PageFault
 from kv_transfer.connector.scheduler import PhasegateAsyncScheduler, PhasegateScheduler
+from kv_transfer.integrity.ledger import GenerationLedger
 from kv_transfer.integrity.verify import Tables
 from tests.support.real_scheduler import BLOCK
 from tests.support.toy_engine import ToyEngine, digest
@@ -90,6 +91,10 @@ class Witness:
                 return position
         return len(keys)
 
+    def forget(self, page: int) -> None:
+        """It begins another life: that it still holds a text that is called for would be luck."""
+        self.holds[page * BLOCK : (page + 1) * BLOCK] = [NOTHING] * BLOCK
+
     def holds_text(self, page: int, keys: Sequence[int]) -> bool:
         return self.holds[page * BLOCK : (page + 1) * BLOCK] == list(keys)
 
@@ -163,6 +168,11 @@ class WitnessedEngine(ToyEngine):
         for page in self.given_again:
             self.witness.misled |= shared.get(page, set())
         self.given_again.clear()
+        ledger = self.guard.ledger
+        assert isinstance(ledger, GenerationLedger)
+        for page in range(self.pool.num_gpu_blocks):
+            if ledger.is_fresh(page):
+                self.witness.forget(page)
         orders = self._before_step(scheduler, output)
         self._taken_out = [
             self._row(name, computed[name], given[name], [], [])

@@ -73,10 +73,35 @@ FOUND_BETWEEN = [
 by its hash a page that they were to write."""
 
 
+LOST_AND_HASHED = [
+    *(
+        ("add", 1032882),
+        ("fly", 1038305),
+        ("twins", 286663),
+        ("add", 176857),
+        ("fly", 2699),
+        ("free", 348803),
+    ),
+]
+"""A page is given to another in the step in which the one that has lost it hashes it: vLLM itself dies."""
+LOST_AND_FOUND = [
+    *(("add", 158401), ("flip", 150464), ("twins", 179718), ("abort", 588690), ("add", 452410)),
+    *(("add", 235419), ("fly", 475720), ("land", 139204), ("flip", 664283), ("add", 534615), ("add", 171416)),
+    *(("add", 438646), ("fly", 59624), ("land", 755207), ("add", 400957), ("fly", 180709), ("add", 529786)),
+    *(("add", 651312), ("abort", 273276), ("land", 93397), ("preempt", 719656), ("free", 541791)),
+]
+"""The same, and the hash stays: whoever comes later finds by it a page with another text."""
+FORGIVEN = a_story(22, 50)
+"""A page that nobody wrote holds, from an earlier life, the text that is called for: luck, and no right."""
+
+
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("story", [FOUND_BETWEEN])
-def test_stories_that_once_ended_wrongly(engine_of: Engines, story: list[tuple[str, int]]) -> None:
-    engine = engine_of(ahead=True, on_device=True)
+@PLACES
+@pytest.mark.parametrize("story", [FOUND_BETWEEN, LOST_AND_HASHED, LOST_AND_FOUND, FORGIVEN])
+def test_stories_that_once_ended_wrongly(
+    engine_of: Engines, ahead: bool, on_device: bool, story: list[tuple[str, int]]
+) -> None:
+    engine = engine_of(ahead=ahead, on_device=on_device)
     engine.begin_anew()
 
     Teller(engine).play(story)
