@@ -38,7 +38,7 @@ def report(profile: ModelProfile) -> Iterator[str]:
     if profile.engine == "scripted":
         raise ConfigError(f"profile: {profile.name} has scripted engines: vLLM is told nothing")
     wrong: list[str] = []
-    for name, served, phase in _pools(profile):
+    for name, served, phase in profile.pools():
         part, told = served.phase(phase), words(served, phase)
         where = "the CPU" if part.gpu is None else f"{part.tensor_parallel} x {part.gpu.upper()}"
         yield f"{name} on {where}:"
@@ -52,13 +52,6 @@ def report(profile: ModelProfile) -> Iterator[str]:
         raise ConfigError(f"profile {profile.name} would not start:\n  " + "\n  ".join(wrong))
     yield from _notes(profile)
     yield f"vLLM {vllm_check.version()} takes these arguments; no weights were read, nothing was started"
-
-
-def _pools(profile: ModelProfile) -> Iterator[tuple[str, ModelProfile, Phase]]:
-    for phase in Phase:
-        yield phase, profile, phase
-    if profile.dense is not None:
-        yield "dense", profile.densest, Phase.DECODE
 
 
 def _notes(profile: ModelProfile) -> Iterator[str]:

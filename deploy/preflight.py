@@ -232,15 +232,11 @@ def _profile_problems(config: SystemConfig, cache: Path, machine: Machine) -> It
         return
     for text in shortcomings(profile, "cpu", machine.features()):
         yield Mistake("profile", f"{name}: {text}")
-    parts = dict.fromkeys(
-        [(profile, Phase.PREFILL), (profile, Phase.DECODE), (profile.densest, Phase.DECODE)]
-    )
-    for served, phase in parts:
+    for key, served, phase in profile.pools():
         try:
             checked_scale_file(served, phase)
         except ScaleFileError as bad:
-            told = str(bad) if served is profile else str(bad).replace(phase, "dense", 1)
-            yield Mistake("profile", f"{name}: {told}")
+            yield Mistake("profile", f"{name}: {str(bad).replace(phase, key, 1)}")
     for text in dict.fromkeys(_folder_problems(profile)) or _disagreements(profile, cache):
         yield Mistake("profile", f"{name}: {text}")
     embedded = any(profile.weights_of(phase).embedded for phase in Phase)

@@ -105,7 +105,7 @@ def rows(found: Mapping[Configuration, Found], rng: Random) -> list[dict[str, An
     table = []
     for configuration, each in found.items():
         row: dict[str, Any] = {"configuration": configuration.name, "prompts": len(each.dlogprob)}
-        row |= interval("dlogprob", _mean(each.dlogprob, rng)) | interval("kl", _mean(each.kl, rng))
+        row |= _mean(each.dlogprob, rng).named("dlogprob", 5) | _mean(each.kl, rng).named("kl", 5)
         row |= {
             "argmax_agrees": round(fmean(map(fmean, each.same_argmax)), 4),
             "dlogprob_first": round(fmean(numbers[0] for numbers in each.dlogprob), 4),
@@ -131,8 +131,8 @@ def summary(found: Mapping[Configuration, Found], rng: Random) -> dict[str, Any]
     return {
         "dlogprob": {c.name: round(fmean(map(fmean, each.dlogprob)), 5) for c, each in found.items()},
         "kl": {c.name: round(fmean(map(fmean, each.kl)), 5) for c, each in found.items()},
-        **interval("ours_less_uniform_stock", better["ours_less_uniform_stock"]),
-        **interval("ours_less_uniform", better["ours_less_uniform"]),
+        **better["ours_less_uniform_stock"].named("ours_less_uniform_stock", 5),
+        **better["ours_less_uniform"].named("ours_less_uniform", 5),
         "more_accurate_than_uniform": all(each.high < 0 for each in better.values()),
         "control_seen": control_seen(found, rng),
     }
@@ -154,14 +154,6 @@ def objections(found: Mapping[Configuration, Found], rng: Random) -> list[str]:
     if not control_seen(found, rng):
         told.append("scales that are wrong on one side do not show")
     return told
-
-
-def interval(name: str, found: Interval) -> dict[str, float]:
-    return {
-        name: round(found.value, 5),
-        f"{name}_low95": round(found.low, 5),
-        f"{name}_high95": round(found.high, 5),
-    }
 
 
 def _mean(by_prompt: Sequence[Sequence[float]], rng: Random) -> Interval:

@@ -84,10 +84,7 @@ def ratios(measured: Sequence[Measured], ours: str, theirs: str, rng: Random) ->
     result: dict[str, Any] = {"pairs": len(found)}
     if found:
         for name, values in zip(("ttft_ratio_p50", "tok_s_ratio"), zip(*found, strict=True), strict=True):
-            interval = bootstrap(values, rng)
-            result[name] = round(interval.value, 3)
-            result[f"{name}_low95"] = round(interval.low, 3)
-            result[f"{name}_high95"] = round(interval.high, 3)
+            result |= bootstrap(values, rng).named(name)
     return result
 
 

@@ -159,10 +159,7 @@ def against(measured: Sequence[Measured], cell: Cell, arm: str, rng: Random) -> 
     found["loops"] = len(ttft)
     for name, values in (("ttft_ratio_p50", ttft), ("throughput_ratio", rate)):
         if values:
-            interval = bootstrap(values, rng)
-            found[name] = round(interval.value, 3)
-            found[f"{name}_low95"] = round(interval.low, 3)
-            found[f"{name}_high95"] = round(interval.high, 3)
+            found |= bootstrap(values, rng).named(name)
     return found
 
 

@@ -229,10 +229,7 @@ def summary(windows: Sequence[Window], streams: int, rng: Random) -> dict[str, A
     if pairs:
         interval = bootstrap([bus.us_per_token / handle.us_per_token for bus, handle in pairs], rng)
         serving = median([bus.serving_us_per_token / handle.serving_us_per_token for bus, handle in pairs])
-        found |= {
-            "ratio_to_handle": round(interval.value, 3),
-            "ratio_to_handle_low95": round(interval.low, 3),
-            "ratio_to_handle_high95": round(interval.high, 3),
+        found |= interval.named("ratio_to_handle") | {
             "serving_ratio_to_handle": round(serving, 3),
             "target_met": interval.value <= TARGET,
         }

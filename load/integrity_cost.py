@@ -20,7 +20,7 @@ import yaml
 from load.engine_process import EngineProcess, engine_process
 from load.manifest import ROOT, load_average, manifest
 from load.servers import model_folder
-from load.statistics import Interval, bootstrap, median, percentile
+from load.statistics import bootstrap, median, percentile
 
 ON: Final = "generation"
 OFF: Final = "null"
@@ -227,27 +227,19 @@ def rows(turns: Sequence[Turn], scheduler_us: Mapping[int, float], rng: Random) 
         }
         loss = bootstrap([100 * (1 - pair[ON].tok_s / pair[OFF].tok_s) for pair in pairs], rng)
         later = bootstrap([100 * (pair[ON].itl_p95_s / pair[OFF].itl_p95_s - 1) for pair in pairs], rng)
-        row |= _interval("throughput_loss_pct", loss) | _interval("p95_itl_increase_pct", later)
+        row |= loss.named("throughput_loss_pct") | later.named("p95_itl_increase_pct")
         model_s = median([block.model_s / len(block.step_s) for pair in pairs for block in pair.values()])
         beside = [100 * (1 - (model_s + p[OFF].beside_s) / (model_s + p[ON].beside_s)) for p in pairs]
         row |= {"model_ms_p50": round(1000 * model_s, 2)}
-        row |= _interval("loss_beside_model_pct", bootstrap(beside, rng))
+        row |= bootstrap(beside, rng).named("loss_beside_model_pct")
         # The plain engine's blocks are the first ones of fresh requests: so are these.
         for arm, name in ((ON, "loss_to_stock_pct"), (OFF, "null_loss_to_stock_pct")):
             ratios = [
                 100 * (1 - turn.pairs[0][arm].tok_s / median([b.tok_s for b in turn.stock])) for turn in mine
             ]
-            row |= _interval(name, bootstrap(ratios, rng))
+            row |= bootstrap(ratios, rng).named(name)
         found.append(row)
     return found
-
-
-def _interval(name: str, interval: Interval) -> dict[str, float]:
-    return {
-        name: round(interval.value, 3),
-        f"{name}_low95": round(interval.low, 3),
-        f"{name}_high95": round(interval.high, 3),
-    }
 
 
 def summary(table: Sequence[Mapping[str, Any]], turns: Sequence[Turn]) -> dict[str, Any]:

@@ -17,6 +17,14 @@ class Interval:
     low: float
     high: float
 
+    def named(self, name: str, digits: int = 3) -> dict[str, float]:
+        """As rows and summaries of result files have it."""
+        return {
+            name: round(self.value, digits),
+            f"{name}_low95": round(self.low, digits),
+            f"{name}_high95": round(self.high, digits),
+        }
+
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Linear between the two nearest ranks; `share` is in [0, 1].

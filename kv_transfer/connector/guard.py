@@ -176,8 +176,9 @@ class Guard:
 
     def _written_before(self, request_id: str, plan: Mapping[str, tuple[int, int]]) -> int:
         """Tokens of the request before the first step in which it was flagged."""
-        told = [known[request_id] for known in (self._written, _computed(plan)) if request_id in known]
-        self._written[request_id] = min(told, default=0)
+        known = self._written.get(request_id)
+        computed, _ = plan.get(request_id, (known or 0, 0))
+        self._written[request_id] = computed if known is None else min(computed, known)
         return self._written[request_id]
 
     def _misled(self, request_id: str, computed: int) -> dict[str, PageFault]:
@@ -268,10 +269,6 @@ def _leans(ledger: GenerationLedger, delta: LedgerDelta) -> dict[str, set[str]]:
         if others := writers - {grown.request_id}:
             leans.setdefault(grown.request_id, set()).update(others)
     return leans
-
-
-def _computed(plan: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    return {request_id: computed for request_id, (computed, _) in plan.items()}
 
 
 def _told(request_id: str, fault: PageFault) -> dict[str, object]:

@@ -37,21 +37,13 @@ def profile(folder: Path) -> Path:
 
 def counted(stack: Stack) -> tuple[dict[str, float], float, float]:
     """Requests by format, switches, and the share of the wide pool's pages in use at the last request."""
-    page = stack.internal("/metrics").text
+    page = stack.internal("/metrics").text.splitlines()
 
-    def told(series: str) -> float:
-        lines = [line for line in page.splitlines() if line.startswith(f"phasegate_decode_{series}")]
-        assert len(lines) == 1, lines
-        return float(lines[0].split()[-1])
+    def told(series: str, label: str = "") -> float:
+        (line,) = [line for line in page if line.startswith(f"phasegate_decode_{series}") and label in line]
+        return float(line.split()[-1])
 
-    by_format = {}
-    for name in (WIDE, DENSE):
-        (line,) = [
-            line
-            for line in page.splitlines()
-            if line.startswith("phasegate_decode_requests_total") and f'format="{name}"' in line
-        ]
-        by_format[name] = float(line.split()[-1])
+    by_format = {name: told("requests_total", f'format="{name}"') for name in (WIDE, DENSE)}
     return by_format, told("format_switches_total"), told("pages_used_ratio")
 
 

@@ -12,13 +12,11 @@ import numpy as np
 import pytest
 import yaml
 
-from deploy.bootstrap import inspect_machine
 from load import accuracy
 from load.accuracy import OURS
 from load.engine_process import TRIALS, EngineProcess, engine_process
 from load.formats import chats
-from workers.profile.hardware import shortcomings
-from workers.profile.schema import parse_profile
+from tests.support.processor import lack
 from workers.trials.forced import new_file
 
 PROMPTS, TOKENS = 10, 12
@@ -26,7 +24,7 @@ BOUND = 0.1
 """Of the mean absolute difference of a log-probability, in nats."""
 BASE = yaml.safe_load((Path(__file__).parents[2] / "deploy/models/smollm2-135m.yaml").read_text())
 PROFILE = accuracy.profile_of(BASE, OURS, 1, None)
-SHORT = next(shortcomings(parse_profile(PROFILE, source="test"), "cpu", inspect_machine(Path("/")).flags), "")
+SHORT = lack(PROFILE)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(bool(SHORT), reason=SHORT)]
 

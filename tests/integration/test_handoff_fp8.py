@@ -6,27 +6,23 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from deploy.bootstrap import inspect_machine
 from kv_transfer.api import LayerScales, ScaleFile, WireFormat, encode_scale_file
 from tests.conftest import Answers, Texts
 from tests.support.engine_pair import EnginePair, engine_pair
+from tests.support.processor import lack
 from tests.support.prompts import PAGE
-from workers.profile.hardware import shortcomings
-from workers.profile.schema import parse_profile
 
 LAYERS = 30
 PAGE_BYTES = LAYERS * 3 * PAGE * 128
-FP8 = parse_profile(
+SHORT = lack(
     {
         "name": "fp8",
         "model_id": "fp8",
         "weights": {"path": "/"},
         "context_length": 64,
         "decode": {"kv_format": "fp8_e4m3"},
-    },
-    source="test",
+    }
 )
-SHORT = next(shortcomings(FP8, "cpu", inspect_machine(Path("/")).flags), "")
 
 pytestmark = [
     pytest.mark.long,

@@ -16,6 +16,7 @@ from kv_transfer.integrity.verify import Tables
 from tests.support.page_witness import WitnessedEngine
 from tests.support.real_scheduler import BLOCK
 from tests.support.toy_engine import right_answer
+from tests.support.twice import given_again
 
 Story = list[tuple[str, int]]
 
@@ -209,29 +210,18 @@ class Teller:
         if (found := self._lonely(number)) is not None:
             self._next = self._given_again(found[1])
 
-    @contextmanager
-    def _given_again(self, block: Any) -> Iterator[None]:
-        pool = self.engine.pool
-        right = type(pool).get_new_blocks
+    def _given_again(self, block: Any) -> AbstractContextManager[None]:
         given: list[Any] = []
 
-        def get_new_blocks(count: int) -> list[Any]:
-            blocks: list[Any] = right(pool, count)
-            if blocks and not given and self._is_somebodys(block):
-                given.append(block)
-                instead, blocks[-1] = blocks[-1], block
-                block.ref_cnt += 1
-                instead.ref_cnt = 0
-                pool.free_block_queue.append_n([instead])
-                self.engine.given_again.add(block.block_id)
-                self.engine.landed += 1
-            return blocks
+        def once(blocks: list[Any]) -> Any | None:
+            if not blocks or given or not self._is_somebodys(block):
+                return None
+            given.append(block)
+            self.engine.given_again.add(block.block_id)
+            self.engine.landed += 1
+            return block
 
-        pool.get_new_blocks = get_new_blocks
-        try:
-            yield
-        finally:
-            del pool.get_new_blocks
+        return given_again(self.engine.pool, once)
 
     def _is_somebodys(self, block: Any) -> bool:
         """And has no hash: vLLM itself dies of pages that are new and have one."""

@@ -5,7 +5,7 @@ from typing import Final
 
 from kv_transfer.api import BYTE_WIDE, WireFormat
 from workers.api import Phase
-from workers.profile.schema import GpuName, ModelProfile, WeightFormat
+from workers.profile.schema import GpuName, ModelProfile, PhaseProfile, WeightFormat
 from workers.profile.vllm_args import Device
 
 _CACHE_ON_CPU = dict.fromkeys(BYTE_WIDE, "avx512f")
@@ -41,11 +41,8 @@ def shortcomings(profile: ModelProfile, device: Device, features: frozenset[str]
     """
     if device != "cpu" or profile.engine == "scripted":
         return
-    for phase in Phase:
-        yield from _on_cpu(profile, phase, features)
-    if profile.dense is not None:
-        for text in _on_cpu(profile.densest, Phase.DECODE, features):
-            yield text.replace(Phase.DECODE, "dense", 1)
+    for key, served, phase in profile.pools():
+        yield from _on_cpu(key, served.phase(phase), features)
     for parser in ("tool_parser", "reasoning_parser"):
         if getattr(profile, parser) is not None:
             yield f"{parser}: answers are not parsed yet; the nearest that works is a profile without it"
@@ -55,41 +52,34 @@ def processor_lacks(profile: ModelProfile, device: Device, features: frozenset[s
     """What of this profile's engines asks for another processor; one clause each. Part of `shortcomings`."""
     if device != "cpu" or profile.engine == "scripted":
         return
-    for phase in Phase:
-        if (lack := _cache_lack(profile, phase, features)) is not None:
+    for key, served, phase in profile.pools():
+        if (lack := _cache_lack(key, served.phase(phase), features)) is not None:
             yield lack
-    if (
-        profile.dense is not None
-        and (lack := _cache_lack(profile.densest, Phase.DECODE, features)) is not None
-    ):
-        yield lack.replace(Phase.DECODE, "dense", 1)
 
 
-def _cache_lack(profile: ModelProfile, phase: Phase, features: frozenset[str]) -> str | None:
-    part = profile.phase(phase)
+def _cache_lack(key: str, part: PhaseProfile, features: frozenset[str]) -> str | None:
     needed = _CACHE_ON_CPU.get(part.format)
     if part.gpu is not None or needed is None or needed in features:
         return None
     return (
-        f"{phase}.kv_format: a cache in {part.format} needs a processor with {needed.upper()}, and this one "
+        f"{key}.kv_format: a cache in {part.format} needs a processor with {needed.upper()}, and this one "
         "has none"
     )
 
 
-def _on_cpu(profile: ModelProfile, phase: Phase, features: frozenset[str]) -> Iterator[str]:
-    part = profile.phase(phase)
+def _on_cpu(key: str, part: PhaseProfile, features: frozenset[str]) -> Iterator[str]:
     if part.gpu is not None:
         yield (
-            f"{phase}.gpu: {part.tensor_parallel} x {part.gpu.upper()} needed, and engines run on the CPU "
+            f"{key}.gpu: {part.tensor_parallel} x {part.gpu.upper()} needed, and engines run on the CPU "
             "here; the nearest that works is a profile without gpu, tensor_parallel and memory_fraction "
             "(`phasegate preflight --dry-run` checks this one)"
         )
     if part.weight_format in ("fp8", "nvfp4"):
         yield (
-            f"{phase}.weight_format: weights in {part.weight_format} need a GPU; the nearest that works here "
+            f"{key}.weight_format: weights in {part.weight_format} need a GPU; the nearest that works here "
             "is int4 or bf16"
         )
-    if (lack := _cache_lack(profile, phase, features)) is not None:
+    if (lack := _cache_lack(key, part, features)) is not None:
         yield f"{lack}; the nearest that works here is kv_format bf16 with dtype bfloat16"
 
 

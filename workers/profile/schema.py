@@ -1,6 +1,6 @@
 """The model profile: one YAML mapping, validated whole before anything starts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -224,6 +224,12 @@ class ModelProfile:
         weights, held = self.decode.weights, self.decode.weight_format
         theirs = replace(self.dense, weights=weights, weight_format=held)
         return replace(self, decode=theirs, dense=None)
+
+    def pools(self) -> Iterator[tuple[str, "ModelProfile", Phase]]:
+        """Every kind of engine: its key in this profile, the profile as it sees it, and its phase in that."""
+        yield from ((phase.value, self, phase) for phase in Phase)
+        if self.dense is not None:
+            yield "dense", self.densest, Phase.DECODE
 
     def phase(self, phase: Phase) -> PhaseProfile:
         return self.prefill if phase is Phase.PREFILL else self.decode

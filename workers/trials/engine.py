@@ -26,17 +26,16 @@ class TrialEngine(VllmEngine):
     def vocabulary(self) -> int:
         return self._vocabulary
 
-    def size_cache(self, pages: int) -> None:
-        """Before the start: as many pages for requests, whatever the memory."""
-        self._arguments["num_gpu_blocks_override"] = pages + 1  # vLLM's null page
+    def fit_out(self, pages: int | None) -> None:
+        """Before the start: requests may be led and scales skewed.
 
-    def be_led(self) -> None:
-        """Before the start: requests may be led."""
+        Args:
+            pages: for requests, whatever the memory; None: as many as it holds.
+        """
         self._arguments["logits_processors"] = [f"{forced.__name__}:{forced.Forced.__name__}"]
-
-    def be_skewed(self) -> None:
-        """Before the start: scales may be skewed."""
         self._arguments["worker_extension_cls"] = f"{skewed.__name__}.{skewed.Skewed.__name__}"
+        if pages is not None:
+            self._arguments["num_gpu_blocks_override"] = pages + 1  # vLLM's null page
 
     async def skew(self, factor: float) -> int:
         """How many layers there are."""

@@ -30,10 +30,7 @@ class Trial:
         membership = Membership.mint()
         self._decode = _engine(profile, Phase.DECODE, start.model, membership)
         self._prefill = _engine(profile, Phase.PREFILL, start.model, membership) if start.pair else None
-        if start.pages is not None:
-            self._decode.size_cache(start.pages)
-        self._decode.be_led()
-        self._decode.be_skewed()
+        self._decode.fit_out(start.pages)
         self._addresses: tuple[str, ...] = ()
 
     async def begin(self, life: AsyncExitStack) -> Ready:
