@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,17 @@ from kv_transfer.integrity.delta import LedgerDelta
 from kv_transfer.integrity.device import Sighting
 from kv_transfer.integrity.hooks import reconcile, watch
 from kv_transfer.integrity.ledger import GenerationLedger
+from kv_transfer.integrity.misled import (
+    ALL,
+    Plan,
+    Readers,
+    Steps,
+    computed_before,
+    to_write,
+    was_to_write,
+    who_read,
+)
+from kv_transfer.integrity.parted import GivenBack
 from kv_transfer.integrity.prestep import rights_of
 from kv_transfer.integrity.tags import NO_TAG
 
@@ -42,6 +53,8 @@ class Guard:
         """Tokens that they had in their pages before: what they were to write since is not there."""
         self._found: Counter[IntegrityCause] = Counter()
         """By the worker."""
+        self._under_way: dict[int, Plan] = {}
+        """Steps put together whose end is not known, by number."""
         self._coming: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         """Pages that requests wait for, and the tags under which they were ordered."""
 
@@ -106,22 +119,21 @@ class Guard:
         plan = _plan(output)
         parted = self._manager.parted
         parted.step += 1
+        self._under_way[parted.step] = plan
         delta = ledger.take_delta()
         leans = _leans(ledger, delta)
         emptied = had_some and not plan
         return CheckOrders(delta, plan, rights, emptied=emptied, number=parted.step, leans=leans)
 
-    def _end_readers(
-        self, scheduler: "Scheduler", flagged: Mapping[str, PageFault], plan: Mapping[str, tuple[int, int]]
-    ) -> None:
+    def _end_readers(self, scheduler: "Scheduler", flagged: Mapping[str, PageFault], plan: Plan) -> None:
         """Others may have found, by their hashes, pages that these would have written: in the step in which
         they were flagged, and, with more under way, in each that is put together before they end."""
-        self._end(scheduler, {r: f for r, f in flagged.items() if r in plan or r in self._written}, plan)
         assert self._manager is not None
+        steps = {self._manager.parted.step + 1: plan}
+        self._end(scheduler, {r: f for r, f in flagged.items() if r in plan or r in self._written}, steps)
         assert isinstance(self.ledger, GenerationLedger)
         for request_id, computed in self._written.items():
-            promised = self._to_write(self.ledger, request_id, computed)
-            self._manager.block_pool.evict_blocks({page for page, _ in promised})
+            self._manager.block_pool.evict_blocks(to_write(self.ledger, request_id, self._sizes, computed))
 
     def after_step(self, scheduler: "Scheduler", orders: CheckOrders | None, news: object) -> None:
         """Take in what the worker found in the step of these orders."""
@@ -129,6 +141,7 @@ class Guard:
             self._take_in(scheduler, orders, news)
         if orders is not None and self._manager is not None and isinstance(self.ledger, GenerationLedger):
             self._manager.parted.settled(orders.number)
+            self._under_way = {n: plan for n, plan in self._under_way.items() if n > orders.number}
 
     def _take_in(self, scheduler: "Scheduler", orders: CheckOrders | None, news: WorkerNews) -> None:
         self.counts = news.counts
@@ -148,7 +161,8 @@ class Guard:
             for r, sighting in news.verdict.read().items()
             if isinstance(self.ledger, GenerationLedger)
         }
-        self._end(scheduler, seen | {r: f for r, f in found.items() if r in orders.plan}, orders.plan)
+        since = {n: plan for n, plan in self._under_way.items() if n >= orders.number}
+        self._end(scheduler, seen | {r: f for r, f in found.items() if r in orders.plan}, since)
 
     def _end_one(self, scheduler: "Scheduler", request_id: str, fault: PageFault) -> None:
         # One that was flagged is flagged again in the step that was under way by then.
@@ -156,80 +170,58 @@ class Guard:
             self._found[fault.cause] += 1
             self._flag(scheduler, request_id, fault)
 
-    def _end(
-        self, scheduler: "Scheduler", found: Mapping[str, PageFault], plan: Mapping[str, tuple[int, int]]
-    ) -> None:
-        """Flag these, and those who read what they were to write in the step with this plan.
+    def _end(self, scheduler: "Scheduler", found: Mapping[str, PageFault], steps: Steps) -> None:
+        """Flag these, and those who read what they were to write.
 
         Whether they were flagged before, or have gone, changes nothing for those who read.
+
+        Args:
+            steps: the one in which they were flagged, and those that are under way since.
         """
         known: set[str] = set()
+        misread = dict.fromkeys(found, 0)
         while found:
-            readers: dict[str, PageFault] = {}
+            readers: Readers = {}
             for request_id, fault in found.items():
                 known.add(request_id)
                 self._end_one(scheduler, request_id, fault)
-                computed = self._written_before(request_id, plan)
-                readers |= self._misled(request_id, computed)
-                readers |= self._recall(scheduler, request_id, fault, computed)
-            found = {r: fault for r, fault in readers.items() if r not in known}
+                for reader, why in self._misled(
+                    scheduler, request_id, fault, steps, misread[request_id]
+                ).items():
+                    readers.setdefault(reader, why)
+            found = {r: fault for r, (fault, _) in readers.items() if r not in known}
+            misread = {r: where for r, (_, where) in readers.items()}
 
-    def _written_before(self, request_id: str, plan: Mapping[str, tuple[int, int]]) -> int:
-        """Tokens of the request before the first step in which it was flagged."""
-        known = self._written.get(request_id)
-        computed, _ = plan.get(request_id, (known or 0, 0))
-        self._written[request_id] = computed if known is None else min(computed, known)
-        return self._written[request_id]
-
-    def _misled(self, request_id: str, computed: int) -> dict[str, PageFault]:
-        """Others who have, or had, pages that this request was to write, and did not: in the step in which it
-        was flagged, or in those that are under way since.
+    def _misled(
+        self, scheduler: "Scheduler", request_id: str, fault: PageFault, steps: Steps, where: int
+    ) -> Readers:
+        """Others who have, or had, pages that this request was to write, and did not.
 
         Args:
-            computed: tokens of the request before that step.
+            where: the first token of its own that it misread.
         """
         manager, ledger = self._manager, self.ledger
         assert manager is not None
         assert isinstance(ledger, GenerationLedger)
-        faults: dict[str, PageFault] = {}
-        for page, tag in self._to_write(ledger, request_id, computed):
-            fault = PageFault(IntegrityCause.STALE_PREFIX, page, tag, NO_TAG)
-            readers = ledger.owners(page) | manager.parted.who_had(page, tag)
-            faults |= dict.fromkeys(readers - {request_id}, fault)
-        return faults
+        before = self._written.get(request_id, ALL)
+        computed = self._written[request_id] = min(before, computed_before(request_id, steps, where))
+        gone = self._recall(scheduler, request_id, fault)
+        then = min(before, computed_before(request_id, steps, where, gone.last))
+        pages = to_write(ledger, request_id, self._sizes, computed)
+        pages |= was_to_write(ledger, request_id, self._sizes, then, gone)
+        return who_read(ledger, manager.parted, request_id, self._sizes, pages)
 
-    def _to_write(
-        self, ledger: GenerationLedger, request_id: str, computed: int
-    ) -> Iterator[tuple[int, int]]:
-        """Pages of the request's own, with tags, from the one that holds its token after so many."""
-        for group, size in enumerate(self._sizes):
-            for page, tag in ledger.row(request_id, group)[computed // size :]:
-                if ledger.author(page) == request_id:
-                    yield page, tag
-
-    def _recall(
-        self, scheduler: "Scheduler", request_id: str, fault: PageFault, computed: int
-    ) -> dict[str, PageFault]:
-        """The same of a request that gave its pages back before its fault was known."""
-        manager, ledger = self._manager, self.ledger
+    def _recall(self, scheduler: "Scheduler", request_id: str, fault: PageFault) -> GivenBack:
+        """What the request gave back before its fault was known: no hash of what it wrote is left."""
+        manager = self._manager
         assert manager is not None
-        assert isinstance(ledger, GenerationLedger)
-        given_back = manager.parted.take(request_id)
-        if given_back.rows and not given_back.told and not _alive(scheduler, request_id):
+        assert isinstance(self.ledger, GenerationLedger)
+        gone: GivenBack = manager.parted.take(request_id)
+        if gone.rows and not gone.told and not _alive(scheduler, request_id):
             self._found[fault.cause] += 1
             log.error("page integrity: of a request that has gone", extra=_told(request_id, fault))
-        faults: dict[str, PageFault] = {}
-        for table, row, size in zip(given_back.written, given_back.rows, self._sizes, strict=False):
-            still = {p for p in table if p is not None and ledger.author(p) == request_id}
-            manager.block_pool.evict_blocks(still)
-            for page in still.intersection(table[computed // size :]):
-                stale = PageFault(IntegrityCause.STALE_PREFIX, page, NO_TAG, ledger.tag(page))
-                faults |= dict.fromkeys(ledger.owners(page) - {request_id}, stale)
-            for page, tag in row[computed // size :]:
-                if page in still:
-                    stale = PageFault(IntegrityCause.STALE_PREFIX, page, tag, NO_TAG)
-                    faults |= dict.fromkeys(manager.parted.who_had(page, tag) - {request_id}, stale)
-        return faults
+        manager.block_pool.evict_blocks(was_to_write(self.ledger, request_id, self._sizes, 0, gone))
+        return gone
 
     def ending(self, scheduler: "Scheduler") -> dict[str, PageFault]:
         """Requests that are to end with this step, and why."""

@@ -194,12 +194,14 @@ class WatchedCacheManager(KVCacheManager):
 
     ledger: GenerationLedger
     condemned: set[str]
-    """Requests that were flagged: what they wrote must not be found by its hash any more."""
+    """Requests that were flagged: what they write must not be found by its hash any more."""
     parted: Parted
     """What requests gave back while steps of theirs may be under way."""
 
     def allocate_slots(self, request: "Request", *args: Any, **kwargs: Any) -> "KVCacheBlocks | None":
         self._serve(request)
+        if request.request_id in self.condemned:
+            kwargs["delay_cache_blocks"] = True
         try:
             blocks = super().allocate_slots(request, *args, **kwargs)
         finally:
@@ -217,6 +219,8 @@ class WatchedCacheManager(KVCacheManager):
         return hit
 
     def cache_blocks(self, request: "Request", num_computed_tokens: int) -> None:
+        if request.request_id in self.condemned:
+            return
         self._serve(request)
         try:
             super().cache_blocks(request, num_computed_tokens)
@@ -286,7 +290,9 @@ class WatchedCacheManager(KVCacheManager):
         if told:
             self.condemned.discard(request_id)
             self.block_pool.evict_blocks({page for table in written for page in table if page is not None})
-            self.block_pool.evict_blocks({pages[g][i] for g, i in lost if self.ledger.misbound(pages[g][i])})
+        self.block_pool.evict_blocks(
+            {page for table in pages for page in table if self.ledger.misbound(page)}
+        )
         if any(tables):
             rows = [self.ledger.row(request_id, group) for group in range(len(tables))]
             self.parted.add(request_id, GivenBack(rows, written, told))

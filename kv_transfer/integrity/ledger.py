@@ -40,8 +40,9 @@ class GenerationLedger:
         self._owners: dict[int, dict[str, int]] = {}
         """By page: its owners, and in how many entries of its tables each has it (more than one is wrong)."""
         self._writers: dict[int, str] = {}
-        self._authors: dict[int, str] = {}
-        """The same, also of pages that were freed since: what they hold is still of that request."""
+        self._authors: dict[int, tuple[str, int]] = {}
+        """The same, also of pages that were freed since: what they hold is still of that request. And the tag
+        under which it was given the page."""
         self._rows: dict[str, list[Row]] = {}
         self._bindings = HashBindings()
         self._serving: tuple[str, int] | None = None
@@ -79,7 +80,11 @@ class GenerationLedger:
 
     def author(self, page: int) -> str | None:
         """The request for which the page was allocated last, whether or not it has been freed since."""
-        return self._authors.get(page)
+        return self._authors.get(page, (None, NO_TAG))[0]
+
+    def authored(self, page: int) -> int:
+        """The tag under which the page's author was given it."""
+        return self._authors.get(page, (None, NO_TAG))[1]
 
     def is_fresh(self, page: int) -> bool:
         """Whether the page was allocated for the step that is being put together: nothing is in it yet."""
@@ -140,11 +145,12 @@ class GenerationLedger:
             self._flag(IntegrityCause.DOUBLE_ASSIGNED, page, self._owners[page])
         self._bindings.drop(page)
         self._fresh.add(page)
-        if self._serving is not None:
-            self._writers[page] = self._authors[page] = self._serving[0]
-        else:
-            self._authors.pop(page, None)
-        self._retag(page, self._serving[1] if self._serving is not None else NO_DOMAIN)
+        self._authors.pop(page, None)
+        name, domain = self._serving or (None, NO_DOMAIN)
+        tag = self._retag(page, domain)
+        if name is not None:
+            self._writers[page] = name
+            self._authors[page] = name, tag
 
     def queued(self, page: int, references: int) -> bool:
         """A page is about to be queued as free. False: it must not, or the pool would give it out twice."""
@@ -178,9 +184,9 @@ class GenerationLedger:
         self._bindings.bind(key, page, NO_TAG if self._is_lost(page) else self._tags[page], domain)
 
     def _is_lost(self, page: int) -> bool:
-        if self._serving is None or self._authors.get(page) in (None, self._serving[0]):
+        if self._serving is None or self.author(page) in (None, self._serving[0]):
             return False
-        return not any(row.has(page, self._tags[page]) for row in self._rows.get(self._serving[0], ()))
+        return not self._is_holder(self._serving[0], page)
 
     def misbound(self, page: int) -> bool:
         """Whether one who had lost the page hashed it."""
@@ -224,15 +230,10 @@ class GenerationLedger:
         for row, more in zip(rows, pages, strict=True):
             for page in more:
                 if page == self._null:
-                    self._append(row, page, NO_TAG, own=False)
+                    row.append(page, NO_TAG, own=False)
                 else:
                     self._obtain(request_id, row, page)
         self._grown[request_id] = None
-
-    def _append(self, row: Row, page: int, tag: int, *, own: bool) -> None:
-        row.pages.append(page)
-        row.tags.append(tag)
-        row.own.append(own)
 
     def _obtain(self, request_id: str, row: Row, page: int) -> None:
         self._changed.add(page)
@@ -243,7 +244,7 @@ class GenerationLedger:
                 self._take_from(loser, page)
         tag = self._tags[page]
         own = self._writers.get(page) == request_id
-        self._append(row, page, tag, own=own)
+        row.append(page, tag, own=own)
         owners = self._owners.setdefault(page, {})
         before = owners.get(request_id, 0)
         owners[request_id] = before + 1
@@ -258,11 +259,8 @@ class GenerationLedger:
             self._flag(IntegrityCause.FREED, page, owners)
 
     def _take_from(self, loser: str, page: int) -> None:
-        """Entries of a page that is the loser's no more keep its number, with no tag."""
         for row in self._rows[loser]:
-            for index, held in enumerate(row.pages):
-                if held == page:
-                    row.tags[index] = NO_TAG
+            row.lose(page)
         owners = self._owners[page]
         del owners[loser]
         if not owners:
@@ -314,7 +312,8 @@ class GenerationLedger:
     ) -> list[tuple[int, int]]:
         """Entries (group, index) of the request's tables that it must not give back.
 
-        Those whose page changed hands under it, and those whose every reference is some other owner's.
+        Those whose page changed hands under it, and those whose every reference is some other owner's, one
+        to whom the page did not change hands.
         """
         rows = self._rows.get(request_id)
         claimed: Counter[int] = Counter()
@@ -323,16 +322,16 @@ class GenerationLedger:
             for index, page in enumerate(table):
                 if page == self._null:
                     continue
-                others = len(self._owners.get(page, ())) - (request_id in self._owners.get(page, ()))
-                mine = rows is not None and self._is_current(rows[group], index, page)
+                others = sum(self._is_holder(r, page) for r in self._owners.get(page, ()) if r != request_id)
+                mine = rows is not None and rows[group].has_at(index, page, self._tags[page])
                 if mine and others + claimed[page] < references(page):
                     claimed[page] += 1
                 else:
                     lost.append((group, index))
         return lost
 
-    def _is_current(self, row: Row, index: int, page: int) -> bool:
-        return index < len(row.pages) and row.pages[index] == page and row.tags[index] == self._tags[page]
+    def _is_holder(self, request_id: str, page: int) -> bool:
+        return any(row.has(page, self._tags[page]) for row in self._rows.get(request_id, ()))
 
     # -- once a step
 

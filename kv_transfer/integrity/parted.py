@@ -6,7 +6,7 @@ had read such pages may have given them back as well, while the token made of th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Tagged = tuple[int, int]
 """(page, tag under which it was given); the null page with no tag where attention never looks."""
@@ -20,6 +20,8 @@ class GivenBack:
     """Its tables; None for a page that the request did not write to."""
     told: bool
     """Whether it was flagged before it gave them back."""
+    last: int = 0
+    """Number of the last step for which it had them."""
 
 
 NOTHING = GivenBack((), (), told=False)
@@ -29,26 +31,26 @@ class Parted:
     def __init__(self) -> None:
         self.step = 0
         """Number of the step that was put together last."""
-        self._given_back: dict[str, tuple[int, GivenBack]] = {}
+        self._given_back: dict[str, GivenBack] = {}
 
     def add(self, request_id: str, what: GivenBack) -> None:
-        self._given_back[request_id] = (self.step, what)
+        """Given back now."""
+        self._given_back[request_id] = replace(what, last=self.step)
 
     def take(self, request_id: str) -> GivenBack:
         """What was added, once; nothing for one that gave nothing back since the steps under way began."""
-        _, what = self._given_back.pop(request_id, (0, NOTHING))
-        return what
+        return self._given_back.pop(request_id, NOTHING)
 
-    def who_had(self, page: int, since: int) -> set[str]:
+    def who_had(self, page: int, since: int) -> dict[str, Sequence[Sequence[Tagged]]]:
         """Requests that gave the page back, and were given it under this tag or a later one: a page that is
-        freed gets another, and what it holds may be found all the same."""
+        freed gets another, and what it holds may be found all the same. Returns what they had."""
         return {
-            request_id
-            for request_id, (_, what) in self._given_back.items()
+            request_id: what.rows
+            for request_id, what in self._given_back.items()
             if any(held == page and tag >= since for row in what.rows for held, tag in row)
         }
 
     def settled(self, step: int) -> None:
         """What became of this step, and of all before it, is known."""
-        for request_id in [r for r, (last, _) in self._given_back.items() if last <= step]:
+        for request_id in [r for r, what in self._given_back.items() if what.last <= step]:
             del self._given_back[request_id]

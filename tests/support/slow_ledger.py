@@ -171,7 +171,8 @@ class SlowLedger:
             for index, page in enumerate(table):
                 entry = self.rows[request_id][group][index]
                 mine = (entry.page, entry.tag) == (page, self.tags[page])
-                others = len(self.owners(page) - {request_id})
+                owners = self.owners(page) - {request_id}
+                others = sum(any(e.tag == self.tags[page] for e in self.entries(r, page)) for r in owners)
                 if page and mine and others + given.count(page) < references(page):
                     given.append(page)
                 elif page:

@@ -13,6 +13,7 @@ import pytest
 
 from kv_transfer.connector.guard import Guard
 from kv_transfer.integrity.ledger import GenerationLedger
+from kv_transfer.integrity.parted import NOTHING
 from tests.support.page_story import Teller, a_story
 from tests.support.page_witness import WitnessedEngine
 from tests.support.toy_engine import connected_config
@@ -94,10 +95,67 @@ LOST_AND_FOUND = [
 FORGIVEN = a_story(22, 50)
 """A page that nobody wrote holds, from an earlier life, the text that is called for: luck, and no right."""
 
+RIGHT_BEFORE = [
+    *(
+        ("add", 392774),
+        ("fly", 554944),
+        ("twins", 432475),
+        ("flip", 953546),
+        ("land", 414444),
+        ("add", 391631),
+    ),
+    *(("fly", 1010627), ("land", 340859), ("add", 1021360), ("write", 297825), ("preempt", 972050)),
+]
+"""One reads a flagged request's page in a step that is under way: what it wrote before that step is right,
+and whoever reads that is none of those to end."""
+GIVEN_LATER = [
+    *(
+        ("twins", 73213),
+        ("shift", 102227),
+        ("fly", 364715),
+        ("add", 269748),
+        ("fly", 55217),
+        ("twins", 74965),
+    ),
+    *(("twins", 559554), ("land", 173753), ("abort", 186858), ("flip", 820761), ("fly", 41117)),
+    *(("give", 209872),),
+]
+"""One is given a flagged request's page after the step in which it was flagged, in which it wrote rightly."""
+LOST_BEFORE = [
+    *(("add", 708460), ("add", 104384), ("flip", 970986), ("fly", 118656), ("fly", 94077), ("add", 918879)),
+    *(("write", 720486), ("twins", 200542), ("land", 514217), ("land", 666467), ("preempt", 646558)),
+    *(("free", 279714),),
+]
+"""A flagged request has lost a page: one that had it before that request was given it read nothing of it."""
+GIVEN_AND_HASHED = [
+    *(("add", 704716), ("add", 321096), ("add", 295181), ("add", 794774), ("twins", 596703), ("add", 120159)),
+    *(("fly", 895435), ("fly", 994794), ("flip", 960022), ("land", 563701), ("add", 726629), ("fly", 290330)),
+    *(("land", 511493), ("land", 528538), ("abort", 710156), ("free", 600695), ("add", 818022)),
+    *(("free", 464728), ("give", 159231), ("fly", 300108), ("add", 213094), ("land", 137138)),
+    *(("give", 361851),),
+]
+"""A page is given again to one that hashes it, and never writes to it: the hash would stay."""
+HASHED_ON = [
+    *(("add", 638811), ("fly", 243950), ("give", 326014), ("land", 797762), ("twins", 1031992)),
+    *(("fly", 905229), ("abort", 622830)),
+]
+"""A flagged request is scheduled once more before it ends, and hashes the page that was given again to it."""
+STORIES = {
+    "found between": FOUND_BETWEEN,
+    "lost and hashed": LOST_AND_HASHED,
+    "lost and found": LOST_AND_FOUND,
+    "forgiven": FORGIVEN,
+    "right before": RIGHT_BEFORE,
+    "given later": GIVEN_LATER,
+    "lost before": LOST_BEFORE,
+    "given and hashed": GIVEN_AND_HASHED,
+    "hashed on": HASHED_ON,
+}
+
 
 @pytest.mark.timeout(60)
 @PLACES
-@pytest.mark.parametrize("story", [FOUND_BETWEEN, LOST_AND_HASHED, LOST_AND_FOUND, FORGIVEN])
+@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
 def test_stories_that_once_ended_wrongly(
     engine_of: Engines, ahead: bool, on_device: bool, story: list[tuple[str, int]]
 ) -> None:
@@ -108,15 +166,15 @@ def test_stories_that_once_ended_wrongly(
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(900)
 @PLACES
 def test_thousands_of_stories(engine_of: Engines, ahead: bool, on_device: bool) -> None:
     engine = engine_of(ahead=ahead, on_device=on_device)
 
     for acts in (20, 50, 120):
-        play(engine, range(100_000, 100_000 + 30_000 // acts), acts)
+        play(engine, range(100_000, 100_000 + 10_000 // acts), acts)
 
-    assert engine.landed >= 5000
+    assert engine.landed >= 2000
 
 
 class Nobody(set[str]):
@@ -129,7 +187,7 @@ def without_the_drop_at_release(engine: WitnessedEngine, patch: pytest.MonkeyPat
 
 
 def without_recall(engine: WitnessedEngine, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Guard, "_recall", lambda *_: {})
+    patch.setattr(Guard, "_recall", lambda *_: NOTHING)
 
 
 def without_the_end_of_readers(engine: WitnessedEngine, patch: pytest.MonkeyPatch) -> None:

@@ -356,6 +356,25 @@ def test_whoever_gets_a_page_that_was_freed_too_early_is_not_to_blame(bench: Ben
     assert bench.ledger.lost("a", [[page]], bench.pool.references.__getitem__) == [(0, 0)]
 
 
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_page_that_was_queued_while_somebody_had_it_goes_back_with_the_last_one_it_was_given_to(
+    bench: Bench, first: str
+) -> None:
+    bench.pool.admit("a", A, 1)
+    page = bench.page("a", 0)
+    bench.pool.references[page] = 0
+    bench.pool.queue.appendleft(page)
+    bench.pool.admit("b", B, 1)
+    assert bench.causes() == {"a": DOUBLE, "b": DOUBLE}
+
+    lost = {}
+    for name in (first, "b" if first == "a" else "a"):
+        lost[name] = bench.ledger.lost(name, [[page]], bench.pool.references.__getitem__)
+        bench.ledger.drop(name)
+
+    assert lost == {"a": [(0, 0)], "b": []}
+
+
 def test_a_reference_for_its_content_that_nobody_took_ends_the_owners(bench: Bench) -> None:
     bench.pool.admit("a", A, 1)
     assert bench.step() == {}
