@@ -14,7 +14,7 @@ from kv_transfer.integrity.causes import explain
 from kv_transfer.integrity.checker import CheckCounts
 from kv_transfer.integrity.delta import LedgerDelta
 from kv_transfer.integrity.device import Sighting
-from kv_transfer.integrity.hooks import reconcile, watch
+from kv_transfer.integrity.hooks import keep_lost_pages, reconcile, watch
 from kv_transfer.integrity.ledger import GenerationLedger
 from kv_transfer.integrity.misled import (
     ALL,
@@ -134,6 +134,11 @@ class Guard:
         assert isinstance(self.ledger, GenerationLedger)
         for request_id, computed in self._written.items():
             self._manager.block_pool.evict_blocks(to_write(self.ledger, request_id, self._sizes, computed))
+
+    def before_pages_go_back(self, scheduler: "Scheduler") -> None:
+        """Those that waited for a step to end."""
+        if isinstance(self.ledger, GenerationLedger):
+            keep_lost_pages(self.ledger, scheduler)
 
     def after_step(self, scheduler: "Scheduler", orders: CheckOrders | None, news: object) -> None:
         """Take in what the worker found in the step of these orders."""

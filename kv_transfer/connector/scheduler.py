@@ -87,6 +87,10 @@ class _Telling(Scheduler):
             self.processed_step_seq += 1
             self._drain_deferred_frees()
 
+    def _drain_deferred_frees(self) -> None:
+        self._guard.before_pages_go_back(self)
+        super()._drain_deferred_frees()
+
     def _handle_failed_recving(self, failed_req_ids: set[str]) -> set[str]:
         ending = failed_req_ids & self._ending.keys()
         failed: set[str] = super()._handle_failed_recving(failed_req_ids - ending)

@@ -309,6 +309,25 @@ def reconcile(ledger: GenerationLedger, scheduler: "Scheduler") -> None:
     ledger.reconcile(references, _held_by(scheduler))
 
 
+def keep_lost_pages(ledger: GenerationLedger, scheduler: "Scheduler") -> None:
+    """Of pages that wait for a step to end before they are given back, those that were lost since are not."""
+    claimed: Counter[int] = Counter()
+    for _, blocks in scheduler.deferred_frees:
+        lost = []
+        for block in blocks:
+            page = block.block_id
+            if block.is_null or len(ledger.owners(page)) + claimed[page] < block.ref_cnt:
+                claimed[page] += 1
+            else:
+                lost.append(block)
+        for block in lost:
+            blocks.remove(block)
+        if lost:
+            log.error(
+                "pages were lost before they were given back", extra={"pages": [b.block_id for b in lost]}
+            )
+
+
 def _held_by(scheduler: "Scheduler") -> Callable[[], Mapping[int, int]]:
     """References that no request's table explains: of steps in flight, and of copies that have to run."""
 

@@ -214,7 +214,8 @@ class Teller:
         given: list[Any] = []
 
         def once(blocks: list[Any]) -> Any | None:
-            if not blocks or given or not self._is_somebodys(block):
+            just_now = any(page is block for page in blocks)
+            if not blocks or just_now or given or not self._is_somebodys(block):
                 return None
             given.append(block)
             self.engine.given_again.add(block.block_id)

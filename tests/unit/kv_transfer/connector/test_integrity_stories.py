@@ -140,6 +140,12 @@ HASHED_ON = [
     *(("fly", 905229), ("abort", 622830)),
 ]
 """A flagged request is scheduled once more before it ends, and hashes the page that was given again to it."""
+LOST_WHILE_WAITING = [
+    *(("add", 356046), ("add", 1026264), ("abort", 676380), ("fly", 447479), ("free", 853496)),
+    *(("twins", 926171), ("add", 90391), ("fly", 811925), ("add", 210352), ("add", 884221)),
+    *(("abort", 65155), ("free", 421706)),
+]
+"""A page is freed that an aborted request still has until its step has ended: it is not given back twice."""
 STORIES = {
     "found between": FOUND_BETWEEN,
     "lost and hashed": LOST_AND_HASHED,
@@ -150,6 +156,7 @@ STORIES = {
     "lost before": LOST_BEFORE,
     "given and hashed": GIVEN_AND_HASHED,
     "hashed on": HASHED_ON,
+    "lost while waiting": LOST_WHILE_WAITING,
 }
 
 
