@@ -39,7 +39,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--prompt-tokens", type=int, default=128, help="in a closed loop")
     command.add_argument("--output-tokens", type=int, default=64, help="in a closed loop")
     command.add_argument("--repeats", type=int, default=3, help="of the loops with bounded caches")
-    command.add_argument("--threads", type=int, default=2, help="of each engine; one works at a time")
+    command.add_argument("--threads", type=int, default=1, help="of each engine; two work at a time")
     command.add_argument("--itl-bound-ms", type=float, default=2000.0, help="of a useful token, on the whole")
     command.add_argument("--cost-per-hour", type=float, help="of the machine, for cost_per_mtok")
 
