@@ -69,9 +69,8 @@ def profile_of(
     }
     if configuration.calibrated:
         decode["kv_scales"] = str(scales)
-    cut = {
-        phase: {k: v for k, v in base[phase].items() if k != "kv_format"} for phase in ("prefill", "decode")
-    }
+    own = ("kv_format", "kv_scales")
+    cut = {phase: {k: v for k, v in base[phase].items() if k not in own} for phase in ("prefill", "decode")}
     return {
         **base,
         "context_length": CONTEXT,

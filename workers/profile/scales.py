@@ -1,11 +1,15 @@
 """The scale file that a phase's cache uses, as far as it can be judged without an engine."""
 
 from pathlib import Path
+from typing import Final
 
 from kv_transfer.api import ScaleFileError, read_scale_file
 from kv_transfer.api import scale_file_sha256 as sha256_of
 from workers.api import Phase
-from workers.profile.schema import ModelProfile
+from workers.profile.schema import EMBEDDED_SCALES, ModelProfile
+
+SHIPPED: Final = Path(__file__).parent / "embedded_scales"
+"""Of models that ship with us, measured by `phasegate calibrate`."""
 
 
 def checked_scale_file(profile: ModelProfile, phase: Phase) -> Path | None:
@@ -16,7 +20,8 @@ def checked_scale_file(profile: ModelProfile, phase: Phase) -> Path | None:
     part = profile.phase(phase)
     if part.kv_scales is None:
         return None
-    path = Path(part.kv_scales).expanduser()
+    name = part.kv_scales.removeprefix(EMBEDDED_SCALES)
+    path = Path(name).expanduser() if name == part.kv_scales else SHIPPED / f"{name}.json"
     try:
         file = read_scale_file(path)
     except ScaleFileError as bad:

@@ -25,7 +25,10 @@ ModelId = Annotated[
     str, StringConstraints(pattern=r"^@?[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$")
 ]
 
+EMBEDDED_SCALES: Final = "embedded:"
+"""Before the name of a scale file that comes with us."""
 _FORBID: Final = {"extra": "forbid"}
+_SCALES: Final = rf"^([/~]|{EMBEDDED_SCALES}[a-z0-9][a-z0-9.-]*$)"
 _FORMAT_OF: Final[Mapping[Dtype, KvFormat]] = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 
 
@@ -82,9 +85,9 @@ class PhaseProfile:
     """Of the computation, and of what has no format of its own."""
     kv_format: KvFormat | None = None
     """Format of the cache; None: that of `dtype`. Decode may have a narrower one: pages are converted."""
-    kv_scales: Annotated[str, StringConstraints(pattern=r"^[/~]")] | None = None
-    """Scale file of an FP8 cache, by its full path; `phasegate calibrate` writes it. None: the checkpoint's
-    scales, or 1."""
+    kv_scales: Annotated[str, StringConstraints(pattern=_SCALES)] | None = None
+    """Scale file of an FP8 cache, by its full path; `phasegate calibrate` writes it. `embedded:NAME`: that of
+    a model that comes with us. None: the checkpoint's scales, or 1."""
     kv_writes: Literal["nearest", "stock"] = "nearest"
     """How an engine on CPU writes to an FP8 cache: `nearest` rounds; `stock` is vLLM's kernel, which cuts
     off."""

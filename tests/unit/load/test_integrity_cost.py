@@ -1,9 +1,14 @@
+import json
+from argparse import Namespace
+from dataclasses import asdict
+from io import BytesIO
 from random import Random
 from typing import Any
 
 import pytest
 
-from load.integrity_cost import OFF, ON, STOCK, Block, Turn, objections, rows, summary
+from load.engine_process import EngineProcess
+from load.integrity_cost import OFF, ON, STOCK, Bench, Block, Turn, objections, rows, summary
 
 
 def block(arm: str, step_ms: float = 20.0, **changes: Any) -> Block:
@@ -24,6 +29,17 @@ def turn(on_ms: float = 20.2, off_ms: float = 20.0, concurrency: int = 1, stock_
     tokens = 4 * concurrency
     mine = (block(OFF, off_ms, tokens=tokens), block(ON, on_ms, tokens=tokens))
     return Turn(concurrency, mine, (block(STOCK, stock_ms, tokens=tokens, unchecked=0),) * 2)
+
+
+def test_each_engine_has_its_turn_with_its_own_blocks() -> None:
+    def engine(*arms: str) -> EngineProcess:
+        told = json.dumps([asdict(block(arm)) for arm in arms])
+        return EngineProcess(BytesIO(), BytesIO(told.encode() + b"\n"))
+
+    options = Namespace(seed=1, steps=4, prompt_tokens=8)
+    found = Bench(options, engine(ON, OFF), engine(STOCK), most=1)._turn(concurrency=2, pairs=1)
+
+    assert found == Turn(2, (block(ON), block(OFF)), (block(STOCK),))
 
 
 def test_losses_are_of_neighbours_whatever_slows_both() -> None:

@@ -4,14 +4,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from kv_transfer.api import LayerScales, ScaleFile, ScaleFileError, WireFormat, encode_scale_file
+from kv_transfer.api import (
+    LayerScales,
+    ScaleFile,
+    ScaleFileError,
+    WireFormat,
+    encode_scale_file,
+    read_scale_file,
+)
 from kv_transfer.api import scale_file_sha256 as sha256_of
 from tests.support.model_folders import write_model
 from workers.api import Phase
 from workers.profile.fingerprint import contract_of
 from workers.profile.scales import checked_scale_file, scale_file_sha256
 from workers.profile.schema import ModelProfile, ProfileError, parse_profile
+
+ROOT = Path(__file__).parents[4]
 
 
 def a_profile(scales: Path | str | None, **more: Any) -> ModelProfile:
@@ -50,6 +60,18 @@ def test_a_fitting_file_is_found_and_named_by_its_bytes(
     assert scale_file_sha256(profile, Phase.PREFILL) == ""
 
 
+def test_scales_that_come_with_us_are_found_by_name_and_are_those_of_their_model() -> None:
+    shipped = yaml.safe_load((ROOT / "deploy/models/smollm2-135m.yaml").read_text())
+    profile = parse_profile(shipped, source="test")
+
+    path = checked_scale_file(profile, Phase.DECODE)
+
+    assert path is not None
+    assert len(read_scale_file(path).layers) == shipped["geometry"]["num_hidden_layers"]
+    with pytest.raises(ScaleFileError, match=r"^decode.kv_scales: .*none.json: No such file"):
+        checked_scale_file(a_profile("embedded:none"), Phase.DECODE)
+
+
 def test_engines_whose_decode_has_other_scales_have_other_contracts(tmp_path: Path) -> None:
     folder, path = write_model(tmp_path / "model"), a_file(tmp_path)
     without, with_file = (contract_of(a_profile(scales), folder) for scales in (None, path))
@@ -85,6 +107,7 @@ def test_a_missing_file_is_refused_by_the_profiles_key(tmp_path: Path) -> None:
     [
         ({"kv_scales": "/scales.json"}, "decode: kv_scales: a cache in bf16 has no scales"),
         ({"kv_format": "fp8_e4m3", "kv_scales": "scales.json"}, "decode.kv_scales: "),
+        ({"kv_format": "fp8_e4m3", "kv_scales": "embedded:../scales"}, "decode.kv_scales: "),
         ({"kv_format": "fp8_e4m3", "kv_writes": "truncate"}, "decode.kv_writes: "),
     ],
 )
