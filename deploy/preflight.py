@@ -230,6 +230,8 @@ def _profile_problems(config: SystemConfig, cache: Path, machine: Machine) -> It
     except ConfigError as bad:
         yield Mistake("profile", str(bad).removeprefix("profile: "))
         return
+    if config.testing.handle_arm and profile.dense is not None:
+        yield Mistake("testing.handle_arm", f"it measures one pool of decode engines, and {name} has two")
     for text in shortcomings(profile, "cpu", machine.features()):
         yield Mistake("profile", f"{name}: {text}")
     for key, served, phase in profile.pools():

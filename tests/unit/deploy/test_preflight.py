@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.config import SystemConfig, parse
+from deploy.config import SystemConfig, TestingConfig, parse
 from deploy.preflight import FOLDER_NEEDS_BYTES, MIB, Machine, problems
 from deploy.state import StateDir, load_or_create_secrets, open_state
 
@@ -63,6 +63,13 @@ def test_a_scale_file_that_is_not_for_the_cache_stands_in_the_way(tmp_path: Path
 
     assert "decode.kv_scales: " in found["profile"]
     assert "none.json: No such file" in found["profile"]
+
+
+def test_the_gateways_cost_is_not_measured_with_two_decode_pools(tmp_path: Path) -> None:
+    for profile, dense in ((own_profile(tmp_path), False), ("smollm2-135m-pools", True)):
+        config = SystemConfig(profile=profile, testing=TestingConfig(handle_arm=True))
+
+        assert ("testing.handle_arm" in told(config, tmp_path / "state", tmp_path / "cache")) is dense
 
 
 @pytest.mark.parametrize("features", [frozenset(), frozenset({"avx512f"})])
