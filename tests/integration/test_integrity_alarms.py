@@ -123,7 +123,8 @@ def record(model: str, accounts: list[Account]) -> None:
         "torch": version("torch"),
         "vllm": _vllm(),
     }
-    RESULT.write_text(json.dumps({"manifest": manifest, **result}, indent=1) + "\n")
+    recorded = {"manifest": manifest, "models": result["models"]}
+    RESULT.write_text(json.dumps(recorded, indent=1) + "\n")
     sys.stdout.write(f"\n{table(result)}\n")
 
 
