@@ -21,7 +21,7 @@ from deploy.signals import TOLD_TO_STOP
 from deploy.state import read_private
 
 QUESTION: Final = "What is the capital of Japan?"
-"""One that no format of the cache brings near another answer: the small model is not sure of every capital."""
+"""No format of the cache brings another answer near: the small model is not sure of every capital."""
 CHAT: Final = "Name three colours of the rainbow."
 REQUEST_TIMEOUT_S: Final = 120.0
 SUMMARY_TIMEOUT_S: Final = 5.0

@@ -66,6 +66,7 @@ class Guard:
         """A ledger that is told of this manager's pages, or one that is told nothing."""
         self.ledger = ledger
         self._manager = manager
+        self._under_way = {}
         self._sizes = [group.kv_cache_spec.block_size for group in manager.kv_cache_config.kv_cache_groups]
 
     def mismatches(self) -> Counter[IntegrityCause]:
