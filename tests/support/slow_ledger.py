@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from kv_transfer.api.integrity import IntegrityCause, PageFault
-from kv_transfer.integrity.tags import NO_DOMAIN, TagSource, tag_domain
+from kv_transfer.integrity.tags import NO_DOMAIN, NO_TAG, TagSource, tag_domain
 
 
 @dataclass
@@ -34,6 +34,7 @@ class SlowLedger:
         self.tags = [self.source.next(NO_DOMAIN) for _ in range(pages)]
         self.free = set(free)
         self.writers: dict[int, str] = {}
+        self.authors: dict[int, str | None] = {}
         self.groups = groups
         self.rows: dict[str, list[list[Entry]]] = {}
         self.bindings: list[Binding] = []
@@ -67,6 +68,7 @@ class SlowLedger:
         if page in self.free or (self.owners(page) and not freed):
             self.flag(IntegrityCause.DOUBLE_ASSIGNED, page, self.owners(page))
         self.bindings = [b for b in self.bindings if b.page != page]
+        self.authors[page] = None if self.served is None else self.served[0]
         if self.served is not None:
             self.writers[page] = self.served[0]
         self.retag(page, self.served[1] if self.served else NO_DOMAIN)
@@ -97,8 +99,11 @@ class SlowLedger:
 
     def bound(self, key: Hashable, page: int) -> None:
         self.unbound(key, page)
-        domain = None if self.served is None else self.served[1]
-        self.bindings.append(Binding(key, page, self.tags[page], domain))
+        served, domain = self.served or (None, None)
+        tag = self.tags[page]
+        if served is not None and self.authors.get(page) not in (None, served):
+            tag = tag if any(e.tag == tag for e in self.entries(served, page)) else NO_TAG
+        self.bindings.append(Binding(key, page, tag, domain))
 
     def unbound(self, key: Hashable, page: int) -> None:
         self.bindings = [b for b in self.bindings if (b.key, b.page) != (key, page)]
