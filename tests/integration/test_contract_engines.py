@@ -187,7 +187,8 @@ async def test_bits_of_bf16_are_never_read_as_fp16(replicas: Replicas) -> None:
         TransferCause.LAYOUT_MISMATCH,
         0,
     )
-    assert report.detail.startswith("format: bf16 != fp16 (prefill: bf16, 2 layers, 2 heads, 32 slots")
+    assert report.detail.startswith("format: bf16 != fp16")  # with AMX their interiors differ, too
+    assert "(prefill: bf16, 2 layers, 2 heads, 32 slots" in report.detail
     assert "decode: fp16, 2 layers, 2 heads, 32 slots" in report.detail
     assert tokens == own
     assert await replicas.idle()
