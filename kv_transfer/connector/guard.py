@@ -185,18 +185,14 @@ class Guard:
             steps: the one in which they were flagged, and those that are under way since.
         """
         known: set[str] = set()
-        misread = dict.fromkeys(found, 0)
-        while found:
+        ending: Readers = {request_id: (fault, 0) for request_id, fault in found.items()}
+        while ending:
             readers: Readers = {}
-            for request_id, fault in found.items():
+            for request_id, (fault, where) in ending.items():
                 known.add(request_id)
                 self._end_one(scheduler, request_id, fault)
-                for reader, why in self._misled(
-                    scheduler, request_id, fault, steps, misread[request_id]
-                ).items():
-                    readers.setdefault(reader, why)
-            found = {r: fault for r, (fault, _) in readers.items() if r not in known}
-            misread = {r: where for r, (_, where) in readers.items()}
+                readers = self._misled(scheduler, request_id, fault, steps, where) | readers
+            ending = {r: why for r, why in readers.items() if r not in known}
 
     def _misled(
         self, scheduler: "Scheduler", request_id: str, fault: PageFault, steps: Steps, where: int

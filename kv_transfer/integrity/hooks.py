@@ -19,7 +19,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
 from kv_transfer.integrity.ledger import GenerationLedger
-from kv_transfer.integrity.parted import GivenBack, Parted
+from kv_transfer.integrity.parted import Parted
 from kv_transfer.integrity.tags import domain_of
 
 if TYPE_CHECKING:
@@ -290,12 +290,11 @@ class WatchedCacheManager(KVCacheManager):
         if told:
             self.condemned.discard(request_id)
             self.block_pool.evict_blocks({page for table in written for page in table if page is not None})
-        self.block_pool.evict_blocks(
-            {page for table in pages for page in table if self.ledger.misbound(page)}
-        )
+        misbound = {page for table in pages for page in table if self.ledger.misbound(page)}
+        self.block_pool.evict_blocks(misbound)
         if any(tables):
             rows = [self.ledger.row(request_id, group) for group in range(len(tables))]
-            self.parted.add(request_id, GivenBack(rows, written, told))
+            self.parted.add(request_id, rows, written, told=told)
         self.ledger.drop(request_id)
 
 

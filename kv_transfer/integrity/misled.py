@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from kv_transfer.api.integrity import IntegrityCause, PageFault
 from kv_transfer.integrity.ledger import GenerationLedger
-from kv_transfer.integrity.parted import GivenBack, Parted, Tagged
+from kv_transfer.integrity.parted import GivenBack, Parted, Rows
 from kv_transfer.integrity.tags import NO_TAG
 
 Plan = Mapping[str, tuple[int, int]]
@@ -39,12 +39,8 @@ def was_to_write(
     ledger: GenerationLedger, request_id: str, sizes: Sequence[int], computed: int, gone: GivenBack
 ) -> set[int]:
     """The same, of a request that gave its pages back. What others have written to since is theirs."""
-    groups = zip(gone.written, gone.rows, sizes, strict=False)
-    pages: set[int] = set()
-    for table, row, size in groups:
-        pages.update(page for page in table[computed // size :] if page is not None)
-        pages.update(page for page, _ in row[computed // size :])
-    return _of(ledger, request_id, pages)
+    tables = (table[computed // size :] for table, size in zip(gone.written, sizes, strict=False))
+    return _of(ledger, request_id, (page for table in tables for page in table if page is not None))
 
 
 def _of(ledger: GenerationLedger, request_id: str, pages: Iterable[int]) -> set[int]:
@@ -66,7 +62,7 @@ def who_read(
     return readers
 
 
-def _first_token(rows: Sequence[Sequence[Tagged]], sizes: Sequence[int], page: int) -> int:
+def _first_token(rows: Rows, sizes: Sequence[int], page: int) -> int:
     places = (
         index * size
         for row, size in zip(rows, sizes, strict=False)

@@ -6,25 +6,27 @@ had read such pages may have given them back as well, while the token made of th
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 Tagged = tuple[int, int]
 """(page, tag under which it was given); the null page with no tag where attention never looks."""
+Rows = Sequence[Sequence[Tagged]]
+"""By cache group, in logical order."""
 
 
 @dataclass(frozen=True, slots=True)
 class GivenBack:
-    rows: Sequence[Sequence[Tagged]]
-    """What the request had, by cache group, in logical order."""
+    rows: Rows
+    """What the request had."""
     written: Sequence[Sequence[int | None]]
     """Its tables; None for a page that the request did not write to."""
     told: bool
     """Whether it was flagged before it gave them back."""
-    last: int = 0
+    last: int
     """Number of the last step for which it had them."""
 
 
-NOTHING = GivenBack((), (), told=False)
+NOTHING = GivenBack((), (), told=False, last=0)
 
 
 class Parted:
@@ -33,15 +35,17 @@ class Parted:
         """Number of the step that was put together last."""
         self._given_back: dict[str, GivenBack] = {}
 
-    def add(self, request_id: str, what: GivenBack) -> None:
-        """Given back now."""
-        self._given_back[request_id] = replace(what, last=self.step)
+    def add(
+        self, request_id: str, rows: Rows, written: Sequence[Sequence[int | None]], *, told: bool
+    ) -> None:
+        """Given back now; the arguments are those of `GivenBack`."""
+        self._given_back[request_id] = GivenBack(rows, written, told, last=self.step)
 
     def take(self, request_id: str) -> GivenBack:
         """What was added, once; nothing for one that gave nothing back since the steps under way began."""
         return self._given_back.pop(request_id, NOTHING)
 
-    def who_had(self, page: int, since: int) -> dict[str, Sequence[Sequence[Tagged]]]:
+    def who_had(self, page: int, since: int) -> dict[str, Rows]:
         """Requests that gave the page back, and were given it under this tag or a later one: a page that is
         freed gets another, and what it holds may be found all the same. Returns what they had."""
         return {

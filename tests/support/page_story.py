@@ -44,6 +44,12 @@ def a_story(seed: int, acts: int) -> Story:
     return [(act, rnd.randrange(1 << 20)) for act in chosen]
 
 
+def story_of(text: str) -> Story:
+    """Of `act number, act number, ...`."""
+    told = (act.split() for act in text.split(","))
+    return [(act, int(number)) for act, number in told]
+
+
 class Teller:
     """Plays one story on an engine."""
 

@@ -14,7 +14,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kv_transfer.api.integrity import IntegrityCause
-from kv_transfer.integrity.hooks import UnwatchablePool, WatchedHashes, WatchedQueue, reconcile, watch
+from kv_transfer.integrity.hooks import (
+    UnwatchablePool,
+    WatchedHashes,
+    WatchedQueue,
+    keep_lost_pages,
+    reconcile,
+    watch,
+)
 from kv_transfer.integrity.shadow import GroupShape
 from kv_transfer.integrity.tags import domain_of, tag_domain
 from tests.support.real_scheduler import BLOCK, Life, a_request, cache_config, engine_config, scheduler_of
@@ -265,6 +272,41 @@ def test_pages_have_their_tenants_domain_and_nobody_is_served_between_calls(life
     assert ledger.serving is None
     manager.allocate_slots(request, 1)
     assert ledger.serving is None
+
+
+@pytest.mark.parametrize("flagged", [False, True])
+@pytest.mark.parametrize("call", ["cache_blocks", "allocate_slots"])
+def test_a_flagged_request_hashes_nothing_any_more(life_of: LifeOf, call: str, flagged: bool) -> None:
+    two = Two(life_of(20), steps=1)
+    manager, request = two.life.scheduler.kv_cache_manager, two.life.scheduler.requests["a"]
+    request.append_output_token_ids([7] * 40)
+    manager.condemned |= {"a"} if flagged else set()
+    known = two.life.ledger.bindings
+    manager.allocate_slots(request, 40, delay_cache_blocks=call == "cache_blocks")
+    if call == "cache_blocks":
+        manager.cache_blocks(request, 110)
+
+    assert two.life.ledger.bindings - known == (0 if flagged else 1)
+
+
+@pytest.mark.parametrize(
+    ("references", "entries", "given_back"),
+    [(2, 1, 1), (1, 1, 0), (2, 2, 1), (3, 2, 2)],
+    ids=["its own", "its owner's", "one of two", "both"],
+)
+def test_of_pages_that_wait_only_those_references_go_back_that_are_no_owners(
+    life_of: LifeOf, references: int, entries: int, given_back: int
+) -> None:
+    two = Two(life_of(20))
+    block = two.blocks("a")[0]
+    null = two.pool.null_block
+    block.ref_cnt = references
+    two.life.scheduler.deferred_frees.extend((step, [block, null]) for step in range(entries))
+
+    keep_lost_pages(two.life.ledger, two.life.scheduler)
+
+    waiting = [each for _, blocks in two.life.scheduler.deferred_frees for each in blocks]
+    assert (waiting.count(block), waiting.count(null)) == (given_back, entries)
 
 
 def test_pages_that_are_hashed_after_the_forward_are_found_by_their_tenant(life_of: LifeOf) -> None:
